@@ -1,0 +1,46 @@
+"""What an engine is told about itself. Frozen: derived values are properties, nothing is patched later."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from leyden.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Each field is the `leyden serve` flag of the same name; None means "choose for this model and device"."""
+
+    model: str  # folder of a checkpoint, or a Hugging Face id
+    revision: str | None = None
+    device: str = "auto"  # cuda if there is one, else cpu
+    dtype: str = "auto"  # of the activations: the checkpoint's, unless float32, bfloat16 or float16 is asked for
+    load_format: str = "auto"  # auto, safetensors, dummy
+    seed: int = 0
+    max_model_len: int | None = None  # tokens of prompt and answer together
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_scheduled_tokens: int | None = None
+    long_prefill_token_threshold: int = 0  # 0: no limit for one row
+    enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"  # fcfs, priority
+    async_scheduling: bool | None = None  # None: on for CUDA, off for CPU (nothing to overlap there)
+    block_size: int = 16  # tokens of one KV page
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.92
+    kv_cache_dtype: str = "auto"
+    mamba_ssm_cache_dtype: str = "auto"
+    enable_prefix_caching: bool | None = None
+    max_logprobs: int = 20
+    hf_overrides: dict[str, Any] = field(default_factory=dict)  # laid over config.json
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_scheduled_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.block_size < 1:
+            raise ConfigError(f"--block-size must be at least 1, got {self.block_size}")

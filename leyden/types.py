@@ -1,0 +1,197 @@
+"""The nouns that travel: API -> engine -> device and back.
+
+    SamplingParams, Request   API -> engine
+    Delta, TokenLogprobs      engine -> API
+    Plan, Row, Admit          scheduler -> runner (a diff of the device tables, not their content)
+    EngineStats               engine -> API (metrics, health, tests)
+
+Nothing here imports torch, and every type is a plain dataclass, so that msgspec can carry it between processes as it is.
+"""
+
+from dataclasses import dataclass, field
+from math import isfinite
+
+from leyden.errors import RequestError
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    """How one request wants its tokens. The defaults are neutral; a server puts generation_config.json below them.
+
+    Processing order of the logits: logit_bias and allowed_token_ids, min_tokens mask, penalties, temperature, min_p,
+    top_k, top_p. `stop` is searched by the text layer (the engine sees ids only).
+    """
+
+    temperature: float = 1.0  # below 1e-5: greedy, ties go to the lowest id
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0  # over generated tokens
+    frequency_penalty: float = 0.0  # over generated tokens
+    repetition_penalty: float = 1.0  # over prompt and generated tokens
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: list[int] | None = None
+    seed: int | None = None  # None: the engine draws one
+    n: int = 1  # copies; the caller sends one Request per copy
+    max_tokens: int | None = 16  # None: up to the context limit
+    min_tokens: int = 0
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # None: off; k: the sampled token and the k most likely ones; -1: all
+    prompt_logprobs: int | None = None  # same, for the tokens of the prompt
+
+    def __post_init__(self) -> None:
+        """Raises RequestError that names the field: one place for the HTTP API and for LLM."""
+        _between("temperature", self.temperature, 0, 2)
+        _between("top_p", self.top_p, 0, 1, open_low=True)
+        _whole("top_k", self.top_k, -1)
+        _between("min_p", self.min_p, 0, 1)
+        _between("presence_penalty", self.presence_penalty, -2, 2)
+        _between("frequency_penalty", self.frequency_penalty, -2, 2)
+        _between("repetition_penalty", self.repetition_penalty, 0, None, open_low=True)
+        _whole("n", self.n, 1)
+        _whole("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(
+                    f"min_tokens must not be above max_tokens ({self.max_tokens}), got {self.min_tokens}", "min_tokens"
+                )
+        if self.seed is not None:
+            _whole("seed", self.seed, -MAX_SEED - 1)
+            if self.seed > MAX_SEED:
+                raise RequestError(f"seed must fit in 64 bits, got {self.seed}", "seed")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), -1)
+        if any(not s for s in self.stop):
+            raise RequestError("stop must not hold an empty string", "stop")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+        if self.greedy and self.n > 1:
+            raise RequestError(f"n must be 1 with temperature 0 (all copies would be equal), got {self.n}", "n")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    @property
+    def penalized(self) -> bool:
+        """Whether counts of earlier tokens are needed to process the logits."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+
+def _between(name: str, value: float, low: float, high: float | None, open_low: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    above = number and (value > low if open_low else value >= low)
+    if not (above and (high is None or value <= high)):
+        if high is None:
+            wanted = f"a finite number above {low}"
+        else:
+            wanted = f"a number in {'(' if open_low else '['}{low}, {high}]"
+        raise RequestError(f"{name} must be {wanted}, got {value!r}", name)
+
+
+def _whole(name: str, value: int, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise RequestError(f"{name} must be a whole number of at least {low}, got {value!r}", name)
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """One sequence to generate. `prompt` holds token ids; `id` is unique among the running requests."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0  # lower runs earlier, with --scheduling-policy priority
+    arrival: float = 0.0  # seconds, any monotonic clock of the sender
+    cache_salt: str = ""  # prompts with different salts never share cached state
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, from the raw logits (before penalties, bias and temperature)."""
+
+    token_id: int  # the token that stands there
+    logprob: float
+    rank: int  # 1 = it was the most likely one
+    top_ids: list[int]  # most likely first
+    top_logprobs: list[float]
+
+
+@dataclass(slots=True, kw_only=True)
+class Delta:
+    """What one engine step brought for one request; the one with `finish_reason` is the last.
+
+    finish_reason: "stop" (end-of-sequence or stop token), "length", "abort", "error" (then `error` says why).
+    stop_reason: the id of the stop token that was met; None for the end-of-sequence token itself.
+    """
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)  # a stop token is included, as the last one
+    logprobs: list[TokenLogprobs] | None = None  # one per token id, if asked for
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, None for the first position
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence's share of a step: it advances by `n` tokens.
+
+    `tokens` are the ids to feed; empty means the one sampled last, which the host may not know yet (device table).
+    """
+
+    slot: int  # index of the sequence in every device table, its state slot among them; 0 is the padding slot
+    n: int
+    tokens: list[int]
+    sample: bool  # the row ends at the last known token: sample the next one
+
+
+@dataclass(slots=True)
+class Admit:
+    """A sequence enters a slot: its sampling parameters go to the device tables and its state starts at zero."""
+
+    slot: int
+    params: SamplingParams
+    seed: int
+    prompt_len: int  # tokens of the prompt (min_tokens and penalties count from here)
+    tokens: list[int]  # known tokens, prompt included, if `params` need their counts or prompt_logprobs; else empty
+
+
+@dataclass(slots=True)
+class Plan:
+    """A diff of the device tables, and the rows of the step: rows of one token first, longer ones after."""
+
+    rows: list[Row] = field(default_factory=list)
+    admits: list[Admit] = field(default_factory=list)
+    pages: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, index in its page table, page)
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.n for row in self.rows)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """Counters and gauges of an engine at one moment. Tokens are counted once they are committed."""
+
+    running: int = 0
+    waiting: int = 0
+    slots_total: int = 0
+    slots_free: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # by finish_reason
