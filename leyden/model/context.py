@@ -1,0 +1,44 @@
+"""The batch as the network sees it."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from leyden.cache.pool import Pool
+from leyden.ops.rows import Rows
+
+
+@dataclass(slots=True)
+class Context:
+    """Rows of at most width + 1 tokens come first (`narrow`), longer ones after (`wide`); either part may be empty.
+
+    A mixer handles each part with one op call on its slice of the [T, ...] batch: `narrow` covers the first
+    narrow.tokens tokens, `wide` the rest. `whole` is both together, for ops that do not care (KV writes, attention
+    without a decode kernel).
+    """
+
+    narrow: Rows
+    wide: Rows
+    positions: Tensor  # int32 [T]: absolute position of every token
+    pool: Pool | None = None  # None: no cache, nothing is read or written
+
+    @classmethod
+    def packed(cls, lens: list[int], device: torch.device | str = "cpu") -> "Context":
+        """Whole sequences side by side, without a cache: training and oracles."""
+        none = _rows([], device)
+        rows = _rows(lens, device)
+        positions = torch.cat([torch.arange(n, dtype=torch.int32, device=device) for n in lens])
+        return cls(narrow=none, wide=rows, positions=positions)
+
+    def parts(self) -> list[tuple[slice, Rows, bool]]:
+        """(tokens of the part, its rows, narrow?) of the parts that are not empty."""
+        border = self.narrow.tokens
+        both = [(slice(0, border), self.narrow, True), (slice(border, border + self.wide.tokens), self.wide, False)]
+        return [part for part in both if part[1].lens]
+
+
+def _rows(lens: list[int], device: torch.device | str) -> Rows:
+    starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
+    return Rows(lens=tuple(lens), starts=starts, past=torch.zeros(len(lens), dtype=torch.int32, device=device))

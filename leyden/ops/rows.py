@@ -1,0 +1,23 @@
+"""How a ragged batch is cut into sequences: the only batch metadata an op ever sees."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Rows:
+    """R sequences whose tokens lie one after the other in a [T, ...] tensor.
+
+    Without a cache (training, tests) `slots` and `pages` are None, `past` is zero and every row starts from nothing.
+    """
+
+    lens: tuple[int, ...]  # tokens of each row: known to the host, so shapes never wait for the device
+    starts: Tensor  # int32 [R + 1]: token offsets, starts[r + 1] - starts[r] == lens[r]
+    past: Tensor  # int32 [R]: tokens of the sequence before this call, i.e. the position of the row's first token
+    slots: Tensor | None = None  # int32 [R]: index into the state arrays; 0 is the padding slot
+    pages: Tensor | None = None  # int32 [R, P]: page table, entry i holds positions i*page .. i*page + page - 1
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lens)
