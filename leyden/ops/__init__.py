@@ -17,3 +17,12 @@ of the pool and are written in place at rows.slots; with rows.slots None nothing
     kv_write(k, v, cache, rows) ; attention(q, cache, rows) -> [T,heads,dim] ; attention_packed(q, k, v, rows)
     adjust_logits, sample, logprobs: the sampler
 """
+
+from leyden.ops.reference import sample as _sample
+from leyden.ops.registry import Op, using
+
+penalize = Op(_sample.penalize)
+sample = Op(_sample.sample)
+logprobs = Op(_sample.logprobs)
+
+__all__ = ["Op", "logprobs", "penalize", "sample", "using"]
