@@ -5,7 +5,7 @@
     Plan, Row, Admit          scheduler -> runner (a diff of the device tables, not their content)
     EngineStats               engine -> API (metrics, health, tests)
 
-Nothing here imports torch, and every type is a plain dataclass, so that msgspec can carry it between processes as it is.
+Nothing here imports torch, and every type is a plain dataclass, so that msgspec can carry it between processes.
 """
 
 from dataclasses import dataclass, field
