@@ -181,9 +181,9 @@ class Plan:
 
 @dataclass(slots=True)
 class Sampled:
-    """What a row of the step came to, on the host: the sampled token, if it was to sample, and its log-probabilities."""
+    """What a row of the step came to, on the host."""
 
-    token: int | None = None
+    token: int | None = None  # None: the row did not sample
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per Row.targets
 

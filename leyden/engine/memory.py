@@ -38,8 +38,9 @@ class Split:
     def __str__(self) -> str:
         slots, pages = self.shape.slots - 1, self.shape.pages - 1
         return (
-            f"{slots} state slots ({slots * self.slot_bytes / _GIB:.2f} GiB), {pages} pages of {self.shape.page} tokens "
-            f"({pages * self.page_bytes / _GIB:.2f} GiB): {self.cache_tokens:,} tokens of context in all, "
+            f"{slots} state slots ({slots * self.slot_bytes / _GIB:.2f} GiB), "
+            f"{pages} pages of {self.shape.page} tokens ({pages * self.page_bytes / _GIB:.2f} GiB): "
+            f"{self.cache_tokens:,} tokens of context in all, "
             f"at most {self.shape.max_model_len:,} per sequence"
         )
 

@@ -150,9 +150,7 @@ class Drawn:
         return results
 
 
-def _entries(
-    tokens: list[int], ks: list[int], values: tuple[Tensor, Tensor, Tensor, Tensor]
-) -> list[TokenLogprobs]:
+def _entries(tokens: list[int], ks: list[int], values: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[TokenLogprobs]:
     own, rank, top_ids, top = (value.tolist() for value in values)
     return [
         TokenLogprobs(token, own[i], rank[i], top_ids[i][:k], top[i][:k])

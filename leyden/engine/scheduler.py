@@ -115,12 +115,12 @@ class Scheduler:
             n = min(sequence.todo, budget, self.limits.row_tokens or budget)
             if n and sequence.slot and self._grow(sequence, n, plan, rows):
                 rows[sequence] = self._row(sequence, n)
-                budget = self.limits.step_tokens - sum(row.n for row in rows.values())
-        while budget and (sequence := self._admissible()) is not None:
-            self._admit(sequence, plan)
-            n = min(sequence.todo, budget, self.limits.row_tokens or budget)
-            if n and self._grow(sequence, n, plan, rows):
-                rows[sequence] = self._row(sequence, n)
+                budget -= n  # not given back if this row is preempted below: the next step will use it
+        while budget and (entering := self._admissible()) is not None:
+            self._admit(entering, plan)
+            n = min(entering.todo, budget, self.limits.row_tokens or budget)
+            if self._grow(entering, n, plan, rows):
+                rows[entering] = self._row(entering, n)
                 budget -= n
         if not rows:
             return None
@@ -219,9 +219,7 @@ class Scheduler:
         for sequence in self._launched.pop(id(plan)):
             request_id = sequence.request.id
             if self._by_id.get(request_id) is sequence:
-                out.append(
-                    self._finish(sequence, Delta(request_id=request_id, finish_reason="error", error=message))
-                )
+                out.append(self._finish(sequence, Delta(request_id=request_id, finish_reason="error", error=message)))
         return out
 
     def drain(self) -> list[Delta]:

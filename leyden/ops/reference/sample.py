@@ -11,10 +11,10 @@ _MASK = 0xFFFFFFFF
 
 
 def uniform(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
-    """Uniforms in (0, 1) for every (row, token id): fp32 [R, N] from seed int64 [R], position int64 [R], ids int64 [R, N].
+    """Uniforms in (0, 1), fp32 [R, N], from seed int64 [R], position int64 [R] and token ids int64 [R, N].
 
-    Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): key = the 64 bits of
-    the seed, counter = (id // 4, position, 0, 0); word id % 4 of the result, its upper 23 bits plus a half.
+    Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): key = the 64 bits
+    of the seed, counter = (id // 4, position, 0, 0); word id % 4 of the result, its upper 23 bits plus a half.
     """
     c0, c1 = ids >> 2, position[:, None].expand_as(ids)
     c2, c3 = torch.zeros_like(ids), torch.zeros_like(ids)
