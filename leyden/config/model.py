@@ -13,14 +13,32 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     pattern: str
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    mamba_num_heads: int
-    mamba_head_dim: int
-    n_groups: int
-    ssm_state_size: int
-    conv_kernel: int
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    intermediate_sizes: tuple[int, ...] = ()  # one per "-" layer
+    mamba_num_heads: int = 128
+    mamba_head_dim: int = 64
+    n_groups: int = 8
+    ssm_state_size: int = 128
+    conv_kernel: int = 4
+    use_conv_bias: bool = True
+    chunk_size: int = 128
+    time_step_limit: tuple[float, float] = (0.0, float("inf"))
+    layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = False
+    n_routed_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 7688
+    shared_expert_width: int = 0  # 0: no shared expert
+    moe_latent_size: int | None = None
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    num_nextn_predict_layers: int = 0
+    mtp_pattern: str = "*E"
+    dtype: str = "bfloat16"
 
     @property
     def mamba_inner(self) -> int:

@@ -24,7 +24,7 @@ class Runner:
         self._apply(plan)
         rows = plan.rows
         batch = build(rows, self.pool, self.sampler.last)
-        hidden = self.model(batch.tokens, batch.context)
+        hidden, _ = self.model(batch.tokens, batch.context)
         prompt = {}
         for i, (row, end) in enumerate(zip(rows, _ends(plan), strict=True)):
             if row.targets:
