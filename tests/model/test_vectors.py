@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from leyden.model.context import Context
-from leyden.model.nemotron import Layer
+from leyden.model.nemotron import MTP, Layer
 from tests.batches import CLOSE, context, load, pool, vectors
 
 
@@ -94,3 +94,30 @@ def test_mamba_token_by_token(fresh: bool) -> None:
     check(out, data["out" + suffix])
     check(cache.conv[0, slots], data["conv_state_out" + suffix])
     check(cache.ssm[0, slots], data["ssm_state_out" + suffix])
+
+
+@pytest.mark.parametrize("cuts", [[7], [1] * 7, [3, 1, 3]], ids=str)
+def test_mtp(cuts: list[int]) -> None:
+    config, weights, data = vectors("mtp")
+    mtp = MTP(config, torch.float32).requires_grad_(False)
+    load(mtp, weights)
+    cache = pool(replace(config, pattern="*"), slots=3, tokens=12)
+    out, past = [], 0
+    for n in cuts:
+        span = slice(past, past + n)
+        out.append(mtp(data["h"][span], data["embedding_rows"][span], context(cache, [(2, past, n)])))
+        past += n
+    check(torch.cat(out), data["m"])
+    keys, values = cache.kv[0][:, cache.tables[2].long()].flatten(1, 2)[:, :past]
+    check(keys, data["k_after_prefill"])
+    check(values, data["v_after_prefill"])
+    second = mtp(out[-1][-1:], data["embedding_rows"][7:], context(cache, [(2, past, 1)]))
+    check(second, data["m_second_step"])
+
+
+def test_mtp_packed() -> None:
+    config, weights, data = vectors("mtp")
+    mtp = MTP(config, torch.float32).requires_grad_(False)
+    load(mtp, weights)
+    twice = [data[name][:7].repeat(2, 1) for name in ("h", "embedding_rows")]
+    check(mtp(*twice, Context.packed([7, 7])), data["m"].repeat(2, 1))
