@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from leyden.cache.pool import Pool, PoolShape
 from leyden.config.model import ModelConfig
+from leyden.formats import Weight
 from leyden.model.context import Context
 from leyden.ops.rows import Rows
 
@@ -88,6 +89,13 @@ def fill(module: nn.Module, seed: int = 0) -> None:
         elif not name.endswith("embeddings.weight"):
             values = values / parameter[..., 0, :].numel() ** 0.5 if parameter.dim() < 3 else values * 0.2
         parameter.data.copy_(values)
+
+
+def weight(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Weight:
+    """A random matrix or stack that needs no gradient."""
+    made = Weight(*shape, dtype=dtype).requires_grad_(False)
+    fill(made, seed)
+    return made
 
 
 def pool(config: ModelConfig, slots: int = 4, tokens: int = 64, page: int = 4, **dtypes: torch.dtype) -> Pool:
