@@ -119,7 +119,8 @@ def save(model: Nemotron, folder: Path, max_shard_bytes: int = 5 * 10**9) -> Non
         weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         _write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     dtype = str(model.backbone.embeddings.dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", replace(model.config, dtype=dtype).to_dict())
+    config = replace(model.config, dtype=dtype, num_nextn_predict_layers=int(model.mtp is not None))
+    _write_json(folder / "config.json", config.to_dict())
 
 
 @torch.no_grad()
@@ -183,13 +184,12 @@ def _match(model: Nemotron, folder: Path) -> list[_Stored]:
     """The tensors of `folder` that fill `model`, file by file, after checking that they fit it exactly."""
     addresses = _addresses(model)
     fit: dict[str, _Stored] = {}
-    has_mtp = any(name.startswith("mtp.") for name in addresses)
     problems: dict[str, list[str]] = defaultdict(list)
     for stored in _stored(folder):
         name = _canonical(stored.name)
         if name not in addresses:
             tied = name == "lm_head.weight"  # without a place of its own it is the embeddings
-            if not (tied or _UNUSED.search(name) or (name.startswith("mtp.") and not has_mtp)):
+            if not (tied or _UNUSED.search(name) or (name.startswith("mtp.") and model.mtp is None)):
                 problems["unexpected"].append(stored.name)
             continue
         if name in fit:

@@ -8,7 +8,6 @@ moves the residual stream, so that a wrong formula anywhere shows in the output.
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from leyden.config.model import ModelConfig
 from leyden.model.checkpoint import save
 from leyden.model.nemotron import Nemotron
+from leyden.testing.tokenizer import write as write_tokenizer
 
 TINY: dict[str, Any] = {
     "vocab_size": 512,
@@ -49,27 +49,21 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(
-    folder: Path,
-    preset: str = "tiny",
-    seed: int = 0,
-    write_tokenizer: Callable[[Path, int], object] | None = None,
-    **overrides: Any,
-) -> ModelConfig:
-    """Write a checkpoint into `folder`: config.json (a preset and `overrides`), generation_config.json and weights.
+def tiny(folder: Path, preset: str = "tiny", seed: int = 0, tokenizer: bool = True, **overrides: Any) -> ModelConfig:
+    """Write a whole checkpoint into `folder`; its config.json is a preset with `overrides` of its keys.
 
-    `write_tokenizer(folder, vocab_size)` adds the tokenizer's files and the chat template. The same arguments give the
-    same files.
+    The same arguments give the same files. Without `tokenizer` the vocabulary may be as small as you like. Returns what
+    the folder's config says.
     """
     config = ModelConfig.from_dict(PRESETS[preset], overrides)
-    model = Nemotron(config, getattr(torch, config.dtype))
+    model = Nemotron(config, getattr(torch, config.dtype), mtp=config.num_nextn_predict_layers > 0)
     randomise(model, seed)
     save(model, folder)
     defaults = {"bos_token_id": 1, "do_sample": True, "eos_token_id": [2, 11], "pad_token_id": 0}
     (folder / "generation_config.json").write_text(json.dumps(defaults, indent=2) + "\n", encoding="utf-8")
-    if write_tokenizer:
+    if tokenizer:
         write_tokenizer(folder, config.vocab_size)
-    return config
+    return ModelConfig.from_folder(folder)
 
 
 @torch.no_grad()

@@ -20,8 +20,9 @@ from leyden.testing.checkpoints import PRESETS, tiny
 Tensors = dict[str, Tensor]
 
 
-def loaded(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Nemotron:
-    model = Nemotron(ModelConfig.from_folder(folder), dtype, device)
+def loaded(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", mtp: bool | None = None) -> Nemotron:
+    config = ModelConfig.from_folder(folder)
+    model = Nemotron(config, dtype, device, mtp=config.num_nextn_predict_layers > 0 if mtp is None else mtp)
     load(model, folder, progress=False)
     return model
 
@@ -81,8 +82,35 @@ def test_names_of_a_release(folder: Path) -> None:
     } <= names
 
 
-def test_meta_model_is_given_memory(folder: Path) -> None:
-    assert same_bits(loaded(folder, device="meta"), loaded(folder))
+@pytest.mark.parametrize("tie", [False, True])
+def test_meta_model_is_given_memory(tie: bool, tmp_path: Path) -> None:
+    tiny(tmp_path, tie_word_embeddings=tie)
+    model = loaded(tmp_path, device="meta")
+    assert same_bits(model, loaded(tmp_path))
+    assert (model.lm_head.weight is model.backbone.embeddings.weight) == tie
+
+
+def test_mtp_module_is_optional(tmp_path: Path) -> None:
+    tiny(tmp_path, "mtp")
+    whole, bare = loaded(tmp_path), loaded(tmp_path, mtp=False)
+    assert {n: t.tolist() for n, t in bare.state_dict().items()} == {
+        n: t.tolist() for n, t in whole.state_dict().items() if not n.startswith("mtp.")
+    }
+    save(bare, tmp_path / "bare")
+    assert same_bits(loaded(tmp_path / "bare"), bare)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert {
+        "mtp.layers.0.enorm.weight",
+        "mtp.layers.0.hnorm.weight",
+        "mtp.layers.0.eh_proj.weight",
+        "mtp.layers.0.mixer.q_proj.weight",
+        "mtp.layers.1.mixer.experts.7.down_proj.weight",
+        "mtp.layers.1.mixer.gate.e_score_correction_bias",
+        "mtp.layers.1.final_layernorm.weight",
+    } <= names
+    rewrite(tmp_path, lambda tensors: {n: t for n, t in tensors.items() if "hnorm" not in n})
+    with pytest.raises(CheckpointError, match=r"missing \(1\): mtp.layers.0.hnorm.weight$"):
+        loaded(tmp_path)
 
 
 def test_shards_and_index(tmp_path: Path) -> None:

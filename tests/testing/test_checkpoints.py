@@ -10,6 +10,7 @@ from leyden.model.checkpoint import load
 from leyden.model.context import Context
 from leyden.model.nemotron import Nemotron
 from leyden.testing.checkpoints import PRESETS, tiny
+from leyden.text.tokenizer import Tokenizer
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -19,7 +20,7 @@ def digests(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_loads_and_its_logits_tell_tokens_apart(preset: str, tmp_path: Path) -> None:
     config = tiny(tmp_path, preset)
-    assert ModelConfig.from_folder(tmp_path) == replace_ends(config)
+    assert ModelConfig.from_folder(tmp_path) == config
     model = Nemotron(config, torch.float32)
     load(model, tmp_path, progress=False)
     tokens = torch.randint(config.vocab_size, (200,), generator=torch.Generator().manual_seed(1))
@@ -33,11 +34,6 @@ def test_preset_loads_and_its_logits_tell_tokens_apart(preset: str, tmp_path: Pa
         assert 0.05 < moved < 3  # no layer is idle, none drowns the others
 
 
-def replace_ends(config: ModelConfig) -> ModelConfig:
-    """tiny() returns what config.json says; a folder adds the end tokens of generation_config.json."""
-    return ModelConfig.from_dict(config.to_dict(), {"eos_token_id": [2, 11]})
-
-
 def test_same_arguments_same_files(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         tiny(tmp_path / name, seed=seed)
@@ -45,17 +41,16 @@ def test_same_arguments_same_files(tmp_path: Path) -> None:
     assert digests(tmp_path / "a")["model.safetensors"] != digests(tmp_path / "c")["model.safetensors"]
 
 
-def test_overrides_and_tokenizer(tmp_path: Path) -> None:
-    written = []
-    config = tiny(
-        tmp_path,
-        write_tokenizer=lambda *at: written.append(at),
-        vocab_size=600,
-        torch_dtype="bfloat16",
-        n_shared_experts=0,
-    )
-    assert written == [(tmp_path, 600)]
+def test_a_whole_checkpoint(tmp_path: Path) -> None:
+    config = tiny(tmp_path, vocab_size=600, torch_dtype="bfloat16", n_shared_experts=0)
     assert (config.vocab_size, config.dtype, config.shared_expert_width) == (600, "bfloat16", 0)
+    assert (config.eos_token_ids, config.tokenizer_eos_id) == ((2, 11), 11)
     assert GenerationDefaults.from_folder(tmp_path).eos_token_ids == (2, 11)
-    model = Nemotron(ModelConfig.from_folder(tmp_path), torch.bfloat16)
-    load(model, tmp_path, progress=False)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (600, 11)
+    load(Nemotron(config, torch.bfloat16), tmp_path, progress=False)
+
+
+def test_without_tokenizer_the_vocabulary_may_be_small(tmp_path: Path) -> None:
+    assert tiny(tmp_path, tokenizer=False, vocab_size=40).vocab_size == 40
+    assert not (tmp_path / "tokenizer.json").exists()
