@@ -100,7 +100,10 @@ def save(model: Nemotron, folder: Path, max_shard_bytes: int = 5 * 10**9) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
     room = max_shard_bytes
-    for name, tensor in _tensors(model):
+    tensors = dict(_tensors(model))
+    if model.config.tie_word_embeddings:  # transformers does not tie the embeddings of this family: it wants both
+        tensors["lm_head.weight"] = tensors["backbone.embeddings.weight"].clone()
+    for name, tensor in tensors.items():
         if tensor.nbytes > room and shards[-1]:
             shards.append({})
             room = max_shard_bytes
@@ -184,12 +187,14 @@ def _match(model: Nemotron, folder: Path) -> list[_Stored]:
     """The tensors of `folder` that fill `model`, file by file, after checking that they fit it exactly."""
     addresses = _addresses(model)
     fit: dict[str, _Stored] = {}
+    heads: list[_Stored] = []
     problems: dict[str, list[str]] = defaultdict(list)
     for stored in _stored(folder):
         name = _canonical(stored.name)
         if name not in addresses:
-            tied = name == "lm_head.weight"  # without a place of its own it is the embeddings
-            if not (tied or _UNUSED.search(name) or (name.startswith("mtp.") and model.mtp is None)):
+            if name == "lm_head.weight":  # tied
+                heads.append(stored)
+            elif not (_UNUSED.search(name) or (name.startswith("mtp.") and model.mtp is None)):
                 problems["unexpected"].append(stored.name)
             continue
         if name in fit:
@@ -205,7 +210,19 @@ def _match(model: Nemotron, folder: Path) -> list[_Stored]:
     if any(problems.values()):
         lines = [f"  {kind} ({len(names)}): {_some(names)}" for kind, names in problems.items() if names]
         raise CheckpointError("\n".join([f"{folder}: the weights do not fit config.json", *lines]))
+    for head in heads:
+        if not torch.equal(_read(head), _read(fit["backbone.embeddings.weight"])):
+            raise CheckpointError(
+                f"{folder}: tie_word_embeddings is true, but {head.name} is not equal to the embeddings; set it false"
+                " in config.json to use both, or remove the tensor"
+            )
     return list(fit.values())
+
+
+def _read(stored: _Stored) -> Tensor:
+    with safe_open(stored.file, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(stored.name)
+    return tensor
 
 
 def _stored(folder: Path) -> list[_Stored]:

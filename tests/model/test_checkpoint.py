@@ -162,10 +162,13 @@ def test_stacked_experts(suffix: str, folder: Path) -> None:
 
 def test_tied_embeddings(tmp_path: Path) -> None:
     tiny(tmp_path, tie_word_embeddings=True)
-    expected = loaded(tmp_path)
-    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    rewrite(tmp_path, lambda tensors: tensors | {"lm_head.weight": tensors["backbone.embeddings.weight"].clone()})
+    expected, stored = loaded(tmp_path), load_file(tmp_path / "model.safetensors")
+    assert torch.equal(stored["lm_head.weight"], stored["backbone.embeddings.weight"])
+    rewrite(tmp_path, lambda tensors: {n: t for n, t in tensors.items() if n != "lm_head.weight"})
     assert same_bits(loaded(tmp_path), expected)
+    rewrite(tmp_path, lambda tensors: tensors | {"lm_head.weight": -tensors["backbone.embeddings.weight"]})
+    with pytest.raises(CheckpointError, match="tie_word_embeddings is true, but lm_head.weight is not equal"):
+        loaded(tmp_path)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
