@@ -46,6 +46,7 @@ class Engine:
                 policy=limits.pop("policy", "fcfs"),
             ),
             eos_token_ids=model.config.eos_token_ids,
+            quiet_eos=model.config.tokenizer_eos_id,
             **limits,
         )
         pool = Pool(model.config, shape, device)
@@ -85,7 +86,7 @@ class Engine:
         weights = sum(p.numel() * p.element_size() for p in self.runner.model.parameters())
         return {
             "device": str(self.runner.pool.committed.device),
-            "dtype": str(self.runner.model.dtype).removeprefix("torch."),
+            "dtype": str(self.split.shape.conv_dtype).removeprefix("torch."),
             "parameters": parameters,
             "weight_bytes": weights,
             "memory": str(self.split),
