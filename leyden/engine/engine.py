@@ -8,6 +8,7 @@ import torch
 from leyden import log
 from leyden.cache.pool import Pool
 from leyden.config.engine import EngineConfig
+from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
 from leyden.engine.memory import Split, divide, dtype_of
 from leyden.engine.runner import Runner, StepOutput
@@ -59,7 +60,7 @@ class Engine:
         """Read a checkpoint and get ready. Raises ConfigError or CheckpointError."""
         started = time.monotonic()
         device = _device(config.device)
-        folder = checkpoint.resolve(config.model, config.revision)
+        folder = resolve(config.model, config.revision)
         architecture = ModelConfig.from_folder(folder, config.hf_overrides)
         dtype = dtype_of(config.dtype, getattr(torch, architecture.dtype), "--dtype")
         model = checkpoint.build(architecture, dtype, device)
