@@ -56,7 +56,7 @@ class Pool:
         self.committed = zeros(shape.slots, dtype=torch.int32)
 
     def admit(self, slots: Tensor) -> None:
-        """Sequences start in `slots` (int64 [R]) with nothing computed. States need no clearing: past == 0 says zero."""
+        """Sequences start in `slots` (int64 [R]) with nothing computed. States are not cleared: past == 0 says zero."""
         self.committed[slots] = 0
 
     def map(self, slots: Tensor, indices: Tensor, pages: Tensor) -> None:

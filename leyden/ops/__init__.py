@@ -21,7 +21,9 @@ means zeros before and nothing after. Rows with slot 0 are padding: their result
     kv_write(k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows)
     attention(q[T,heads,dim], cache[2,pages,page,kv,dim], rows) -> [T,heads,dim]    causal, the rows' own keys included
     attention_packed(q[T,heads,dim], k[T,kv,dim], v[T,kv,dim], rows) -> [T,heads,dim]    the same without a cache
-    adjust_logits, sample, logprobs: the sampler
+    penalize(logits[R,V] fp32, counts[R,V], seen[R,V], presence[R], frequency[R], repetition[R]) -> [R,V]
+    sample(logits[R,V] fp32, temperature[R], top_k[R], top_p[R], min_p[R], seed[R], position[R]) -> ids[R] int64
+    logprobs(logits[R,V] fp32, ids[R], k) -> (own[R], rank[R], top ids[R,k], top[R,k])
 
 With states and caches left out every op is differentiable (training runs the same ops).
 """
@@ -31,7 +33,10 @@ from leyden.ops.reference import linear as _linear
 from leyden.ops.reference import mamba as _mamba
 from leyden.ops.reference import moe as _moe
 from leyden.ops.reference import norm as _norm
-from leyden.ops.registry import Op
+from leyden.ops.reference import sample as _sample
+from leyden.ops.registry import Op, using
+
+__all__ = ["Op", "using"]
 
 embed = Op(_linear.embed)
 rms_norm = Op(_norm.rms_norm)
@@ -47,3 +52,6 @@ mamba_step = Op(_mamba.mamba_step)
 kv_write = Op(_attention.kv_write)
 attention = Op(_attention.attention)
 attention_packed = Op(_attention.attention_packed)
+penalize = Op(_sample.penalize)
+sample = Op(_sample.sample)
+logprobs = Op(_sample.logprobs)
