@@ -30,7 +30,8 @@ def scores(model: Nemotron, batch: Batch, depths: int) -> list[Score]:
     tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
     ctx = Context.packed(list(batch.lens), device)
     return [
-        _score(model, hidden, *batch.targets(ahead)) for ahead, hidden in enumerate(_hidden(model, tokens, ctx, depths), 1)
+        _score(model, hidden, *batch.targets(ahead))
+        for ahead, hidden in enumerate(_hidden(model, tokens, ctx, depths), 1)
     ]
 
 
