@@ -1,10 +1,10 @@
 """The engine without a server: prompts in, answers out, in this process.
 
-    from leyden import LLM, SamplingParams
+from leyden import LLM, SamplingParams
 
-    llm = LLM("path/to/checkpoint")
-    for output in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32)):
-        print(output.outputs[0].text)
+llm = LLM("path/to/checkpoint")
+for output in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32)):
+    print(output.outputs[0].text)
 """
 
 from collections.abc import Mapping, Sequence
