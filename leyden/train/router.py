@@ -31,7 +31,7 @@ class Balance:
         """
         entropies = []
         for layer, load in zip(self._layers, self._loads, strict=True):
-            layer.gate.e_score_correction_bias += rate * (load.mean() - load).sign()
+            layer.gate.e_score_correction_bias.add_((load.mean() - load).sign(), alpha=rate)
             share = load / load.sum()
             entropies.append(torch.special.entr(share).sum() / log(max(2, len(load))))
             load.zero_()

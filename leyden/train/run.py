@@ -32,8 +32,11 @@ from leyden.train.trainer import Trainer, evaluate
 
 log = get(__name__)
 
-_BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-_BESIDE += ("generation_config.json",)
+# Files of a checkpoint that training does not touch.
+_BESIDE = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "generation_config.json"),
+)
 
 
 @dataclass(kw_only=True)

@@ -77,7 +77,7 @@ class Trainer:
         batches = list(islice(self._batches, options.accumulate))
         places = range(1, options.mtp_depths + 2)
         totals = [sum(float(batch.targets(ahead)[2].sum()) for batch in batches) for ahead in places]
-        measured = torch.zeros(2, len(places), device=self.model.lm_head.weight.device)
+        measured = torch.zeros(2, len(places), device=next(self.model.parameters()).device)
         for batch in batches:
             with ops.using("training"):
                 found = scores(self.model, batch, options.mtp_depths)

@@ -40,26 +40,45 @@ def interrupt_after(job: Run, step: int, number: int = signal.SIGTERM) -> None:
     job.trainer.step = step_and_signal  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("step", "dtype"), [(1, torch.float32), (5, torch.float32), (3, torch.bfloat16)])
-def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, step: int, dtype: torch.dtype) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run(whole, dtype=dtype).go()
-    first = run(parts, dtype=dtype)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without interruption."""
+    out = tmp_path_factory.mktemp("whole")
+    assert run(out).go()
+    return out
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(whole: Path, tmp_path: Path, step: int) -> None:
+    interrupted(tmp_path, step, torch.float32)
+    same(tmp_path, whole)
+
+
+def test_so_does_one_in_bf16(tmp_path: Path) -> None:
+    run(tmp_path / "whole", dtype=torch.bfloat16).go()
+    interrupted(tmp_path / "parts", 3, torch.bfloat16)
+    same(tmp_path / "parts", tmp_path / "whole")
+
+
+def interrupted(out: Path, step: int, dtype: torch.dtype) -> None:
+    first = run(out, dtype=dtype)
     interrupt_after(first, step)
     assert not first.go()
-    assert curve(parts)[-1]["step"] == step
-    second = run(parts, dtype=dtype)
+    assert curve(out)[-1]["step"] == step
+    second = run(out, dtype=dtype)
     second.resume()
     assert second.go()
-    assert curve(parts) == curve(whole)
-    files = ["state.safetensors", "model/model.safetensors", "model/config.json"]
-    for file in files:
-        assert (parts / file).read_bytes() == (whole / file).read_bytes(), file
 
 
-def test_steps_after_the_last_save_are_made_again(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(whole).go()
+def same(out: Path, wanted: Path) -> None:
+    """Curves and weights are equal, bit for bit."""
+    assert curve(out) == curve(wanted)
+    for file in ("state.safetensors", "model/model.safetensors", "model/config.json"):
+        assert (out / file).read_bytes() == (wanted / file).read_bytes(), file
+
+
+def test_steps_after_the_last_save_are_made_again(whole: Path, tmp_path: Path) -> None:
+    parts = tmp_path
     job = run(parts)
     job.save = lambda: Run.save(job) if job.trainer.step_number <= 4 else None  # type: ignore[method-assign]
     job.go()  # as if killed at step 7, before it could save: the last state is that of step 4
@@ -67,7 +86,7 @@ def test_steps_after_the_last_save_are_made_again(tmp_path: Path) -> None:
     again.resume()
     assert again.trainer.step_number == 4
     again.go()
-    assert curve(parts) == curve(whole)
+    same(parts, whole)
 
 
 def test_the_model_is_a_checkpoint(tmp_path: Path) -> None:
