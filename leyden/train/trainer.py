@@ -1,7 +1,8 @@
 """One training step, and what it needs: the serving model itself, an optimizer and an endless supply of batches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,25 +16,29 @@ from leyden.train.optim import Optimizer, cosine
 from leyden.train.router import Balance
 
 
+def _flag(default: Any, about: str) -> Any:
+    return field(default=default, metadata={"help": about})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What decides the outcome of a run; each field is the flag of the same name."""
 
-    steps: int = 0  # updates of the weights; 0: as many as --epochs takes
-    epochs: int = 1
-    batch_tokens: int = 32768  # most tokens of one forward pass
-    accumulate: int = 1  # forward passes of one step
-    optimizer: str = "adamw"  # adamw; muon: projections by Muon, the rest by AdamW
-    lr: float = 2e-3  # highest learning rate
-    lr_floor: float = 0.05  # part of it that is left at the end of the cosine
-    warmup: int = 100  # steps
-    weight_decay: float = 0.1
-    clip: float = 1.0  # norm of the gradient
-    mtp_depths: int = 3  # passes of the MTP module that are trained; 0 leaves it out
-    mtp_weight: float = 0.3  # of their mean loss
-    prompt_weight: float = 0.0  # of tokens that the model is not to write itself, against 1 for those it is
-    bias_rate: float = 1e-3  # step of the experts' selection bias
-    seed: int = 0  # of the initial weights and of the order of the data
+    steps: int = _flag(0, "updates of the weights; 0: as many as --epochs takes")
+    epochs: int = _flag(1, "times that the data is seen, if --steps does not say otherwise")
+    batch_tokens: int = _flag(32768, "most tokens of one forward pass")
+    accumulate: int = _flag(1, "forward passes of one step")
+    optimizer: str = _flag("adamw", "adamw, or muon: projections by Muon, the rest by AdamW")
+    lr: float = _flag(2e-3, "highest learning rate")
+    lr_floor: float = _flag(0.05, "part of it that is left at the end of the cosine")
+    warmup: int = _flag(100, "steps in which the learning rate rises")
+    weight_decay: float = _flag(0.1, "of matrices")
+    clip: float = _flag(1.0, "highest norm of the gradient")
+    mtp_depths: int = _flag(3, "passes of the MTP module that are trained; 0 leaves it alone")
+    mtp_weight: float = _flag(0.3, "of the MTP passes' mean loss")
+    prompt_weight: float = _flag(0.0, "of tokens that the model is not to write itself, against 1 for those it is")
+    bias_rate: float = _flag(1e-3, "step of the experts' selection bias, which keeps them evenly busy")
+    seed: int = _flag(0, "of the initial weights and of the order of the data")
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_tokens", "accumulate"):
