@@ -4,8 +4,8 @@
     check(example, message)    whether a model's answer is right
     FAMILIES                   what there is, with weights and the share of examples with thinking
 
-Two splits, "train" and "heldout", share no template and no open-class vocabulary (docs/pocket_data.md). This is training
-and test material for a small model, not a picture of the world: facts other than those about leyden are made up.
+Two splits, "train" and "heldout", share no template and no open-class vocabulary (docs/pocket_data.md). This is
+training and test material for a small model, not a picture of the world: only the facts about leyden are meant.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ __all__ = ["FAMILIES", "SPLITS", "Example", "Family", "Split", "check", "example
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One kind of task: `sample` makes an example, `weight` is its share among all, `thinking` the share with reasoning.
+    """One kind of task: `sample` makes an example, `weight` is its share, `thinking` the part of it with reasoning.
 
     `thinking` 1.0 marks tasks that a small model cannot answer without working them out.
     """

@@ -64,7 +64,9 @@ def pretty(example: Example) -> str:
         for call in message.get("tool_calls", []):
             lines.append(_block("calls", f"{call['function']['name']} {call['function']['arguments']}"))
     check = example["check"]
-    return "\n".join([*lines, _block("check", f"{check['kind']} {json.dumps(check['expected'], ensure_ascii=False)}"), ""])
+    return "\n".join(
+        [*lines, _block("check", f"{check['kind']} {json.dumps(check['expected'], ensure_ascii=False)}"), ""]
+    )
 
 
 def _block(name: str, text: str) -> str:
@@ -89,7 +91,11 @@ def _statistics(examples: Iterable[Example]) -> str:
     for family, n in count.most_common():
         rows.append(f"{family:15}{n:9}{thinking[family] / n:10.0%}{size[family] / n:12.0f}")
     total = sum(count.values())
-    rows.append(f"{'all':15}{total:9}{sum(thinking.values()) / total:10.0%}{sum(size.values()) / total:12.0f}" if total else "none")
+    rows.append(
+        f"{'all':15}{total:9}{sum(thinking.values()) / total:10.0%}{sum(size.values()) / total:12.0f}"
+        if total
+        else "none"
+    )
     kinds = ", ".join(f"{kind} {n}" for kind, n in checks.most_common())
     return "\n".join([*rows, f"checks: {kinds}", f"phrases used: {len(templates)}"])
 

@@ -22,7 +22,9 @@ def _known(draw: Draw, thinking: bool, kind: str) -> Example:
     draw.templates.append(f"about.{kind}{i}/{draw.split}/{j}")
     slots = {name: draw.word(name) for name in _SLOTS if f"{{{name}}}" in wordings[j]}
     text = draw.fill(wordings[j], **slots)
-    return question(draw, thinking, text, entries[i]["keys"], f"topic: {entries[i]['topic']}", "mentions", entries[i]["answer"])
+    return question(
+        draw, thinking, text, entries[i]["keys"], f"topic: {entries[i]['topic']}", "mentions", entries[i]["answer"]
+    )
 
 
 _SLOTS = ("topic", "city", "first_name", "last_name", "product", "company")

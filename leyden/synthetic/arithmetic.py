@@ -1,9 +1,7 @@
-"""Sums worked out in writing: each function returns (working, result), digit by digit, the way a small model can follow.
+"""Sums worked out in writing, digit by digit, the way a small model can follow: each function gives (working, result).
 
 The working is always the same for the same numbers, so that one procedure is learnt once and used by every family.
 """
-
-from leyden.synthetic.draw import Draw
 
 
 def add(a: int, b: int) -> tuple[str, int]:
@@ -39,7 +37,10 @@ def times(a: int, b: int) -> tuple[str, int]:
         head = b // 10**zeros
         if head == 1:
             return f"{a} x {b} = {a * b}", a * b
-        return f"{_times_digit(a, head) if head < 10 else times(a, head)[0]}, with {'0' * zeros} at the end {a * b}", a * b
+        return (
+            f"{_times_digit(a, head) if head < 10 else times(a, head)[0]}, with {'0' * zeros} at the end {a * b}",
+            a * b,
+        )
     if b < 10:
         return _times_digit(a, b), a * b
     tens, ones = b // 10 * 10, b % 10
@@ -48,7 +49,8 @@ def times(a: int, b: int) -> tuple[str, int]:
 
 def divide(a: int, b: int) -> tuple[str, tuple[int, int]]:
     """a / b for one-digit b as long division: "136 / 8: 13/8=1 r 5, 56/8=7 r 0, so 17"; result (quotient, rest)."""
-    steps, rest = [], 0
+    steps: list[str] = []
+    rest = 0
     for digit in map(int, str(a)):
         part = rest * 10 + digit
         rest = part % b
@@ -69,12 +71,6 @@ def total(numbers: list[int]) -> tuple[str, int]:
 def cents(amount: int) -> str:
     """Cents as an amount with two decimals: 1350 -> "13.50"."""
     return f"{amount // 100}.{amount % 100:02}"
-
-
-def operands(draw: Draw, digits: int = 3) -> tuple[int, int]:
-    """Two numbers of at most `digits` digits, the larger first; short ones are as likely as long ones."""
-    a, b = (draw.between(2, 10 ** draw.between(1, digits) - 1) for _ in range(2))
-    return max(a, b), min(a, b)
 
 
 def _digit(n: int, place: int) -> int | None:

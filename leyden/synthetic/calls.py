@@ -1,5 +1,7 @@
 """Choosing a tool and filling its arguments: one call, several at once, no tool that fits, a value that is missing."""
 
+from dataclasses import replace
+
 from leyden.synthetic.conversation import Conversation, Example, expected_calls, words_of
 from leyden.synthetic.draw import Draw
 from leyden.synthetic.toolbox import (
@@ -61,7 +63,7 @@ def none_fits(draw: Draw, thinking: bool) -> Example:
 
 def missing(draw: Draw, thinking: bool) -> Example:
     """A required value is not given: its name, in the form that the system prompt asks for."""
-    setting = Setting(thinking, camel=draw.chance(0.2), described=draw.chance(0.6))
+    setting = replace(some_setting(draw, thinking), today=None)
     tool = some_tool(draw, setting)
     while sum(not param.optional for param in tool.params) < 2:
         tool = some_tool(draw, setting)
@@ -97,4 +99,3 @@ def _calling(draw: Draw, setting: Setting, wanted: list[Call], text: str, size: 
 def today_rule(draw: Draw, setting: Setting) -> list[str]:
     """The line of the system prompt that tells the day, if the setting has one."""
     return [draw.text("system.today", date=setting.today)] if setting.today else []
-

@@ -64,7 +64,9 @@ def _same_calls(expected: list[dict[str, Any]], calls: list[Mapping[str, Any]]) 
         except ValueError:
             return False
     for wanted in expected:
-        matches = [i for i, (name, value) in enumerate(found) if name == wanted["name"] and same(value, wanted["arguments"])]
+        matches = [
+            i for i, (name, value) in enumerate(found) if name == wanted["name"] and same(value, wanted["arguments"])
+        ]
         if not matches:
             return False
         del found[matches[0]]

@@ -30,17 +30,41 @@ def sentiment(draw: Draw, thinking: bool) -> Example:
 
 def limit(draw: Draw, thinking: bool) -> Example:
     """A rule with a number: one label above the limit, another one otherwise."""
-    above, otherwise = draw.pick((("urgent", "normal"), ("high", "low"), ("manager", "clerk"), ("alarm", "fine"), ("yes", "no"), ("large", "small")))
+    above, otherwise = draw.pick(
+        (
+            ("urgent", "normal"),
+            ("high", "low"),
+            ("manager", "clerk"),
+            ("alarm", "fine"),
+            ("yes", "no"),
+            ("large", "small"),
+        )
+    )
     bound = draw.pick((5, 10, 20, 24, 30, 50, 60, 80, 100, 250, 500))
     number = bound + draw.between(1, max(3, bound // 2)) * draw.pick((1, -1)) if draw.chance(0.85) else bound
     number = max(1, number)
-    what, unit = draw.pick((("amount", "EUR"), ("temperature", "degrees"), ("load", "percent"), ("delay", "minutes"), ("weight", "kg"), ("distance", "km")))
+    what, unit = draw.pick(
+        (
+            ("amount", "EUR"),
+            ("temperature", "degrees"),
+            ("load", "percent"),
+            ("delay", "minutes"),
+            ("weight", "kg"),
+            ("distance", "km"),
+        )
+    )
     label = above if number > bound else otherwise
     item = draw.pick((draw.word("service"), draw.word("product"), draw.word("machine")))
     rule = draw.text("classify.rule", above=above, otherwise=otherwise, bound=f"{bound} {unit}", what=what)
     case = draw.text("classify.case", item=item, what=what, number=f"{number} {unit}")
     relation = "above" if number > bound else "equal to" if number == bound else "below"
-    return question(draw, thinking, draw.text("classify.limit", rule=rule, case=case), label, f"{number} is {relation} {bound}: {label}")
+    return question(
+        draw,
+        thinking,
+        draw.text("classify.limit", rule=rule, case=case),
+        label,
+        f"{number} is {relation} {bound}: {label}",
+    )
 
 
 def member(draw: Draw, thinking: bool) -> Example:

@@ -37,10 +37,12 @@ class Conversation:
         self.messages: list[Message] = []
         self.calls = 0
 
-    def system(self, *rules: str, persona: float = 0.5) -> None:
-        """A system prompt of an optional persona line and the given rules; none at all if both are absent."""
-        lines = [self.draw.text("system.persona")] if self.draw.chance(persona) else []
-        if text := " ".join([*lines, *rules]):
+    def system(self, *rules: str) -> None:
+        """A system prompt: up to three lines about the assistant, then the rules; none if there is nothing to say."""
+        draw = self.draw
+        slots = {name: draw.word(name) for name in ("first_name", "last_name", "city", "company")}
+        lines = [draw.text("system.persona", **slots) for _ in range(draw.pick((0, 0, 0, 0, 1, 1, 1, 2, 2, 3)))]
+        if text := draw.pick((" ", "\n")).join(dict.fromkeys([*lines, *rules])):
             self.messages.append({"role": "system", "content": text})
 
     def user(self, text: str) -> None:
@@ -51,7 +53,7 @@ class Conversation:
         self.messages.append(message | ({"reasoning_content": working} if self.thinking else {}))
 
     def call(self, calls: Sequence[Call], working: str = "") -> None:
-        """An assistant turn with tool calls; the reasoning defaults to: what is needed, then tool and arguments of each."""
+        """An assistant turn with calls; its reasoning defaults to what is needed, then tool and arguments of each."""
         steps = [f"call {i}\n{each.working}" if len(calls) > 1 else each.working for i, each in enumerate(calls, 1)]
         working = working or "\n".join([f"needed: {', '.join(words_of(each.tool.name) for each in calls)}", *steps])
         made = []
@@ -70,7 +72,7 @@ class Conversation:
 
     def example(self, kind: str, expected: Any, tools: Sequence[Tool] = (), setting: Setting | None = None) -> Example:
         """The finished example; its family is filled in by the caller of the sampler."""
-        schemas = [tool.schema(setting is None or setting.described) for tool in tools]
+        schemas = [tool.schema(setting.described, setting.defaults) for tool in tools] if setting else []
         return {
             "messages": self.messages,
             "tools": schemas or None,

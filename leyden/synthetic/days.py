@@ -19,7 +19,9 @@ def shift(draw: Draw, thinking: bool) -> Example:
         return _dated(draw, thinking, after, day, said, str(result), working)
     weeks = draw.chance(0.25)
     days = 7 * draw.between(1, 4) if weeks else draw.between(1, 45)
-    said = f"{days // 7} weeks" if weeks and days > 7 else "1 week" if weeks else f"{days} days" if days > 1 else "1 day"
+    said = (
+        f"{days // 7} weeks" if weeks and days > 7 else "1 week" if weeks else f"{days} days" if days > 1 else "1 day"
+    )
     after = draw.chance(0.6) or days > 28
     working, result = calendar.later(day, days) if after else calendar.earlier(day, days)
     if weeks:
@@ -51,14 +53,15 @@ def weekday(draw: Draw, thinking: bool) -> Example:
     after = draw.chance(0.7)
     result = calendar.WEEKDAYS[(start + (days if after else -days)) % 7]
     rest = days % 7
-    if days < 7:
-        steps = [f"{days} days"]
-    else:
-        steps = [f"{days} / 7 = {days // 7} r {rest}"]
+    steps = [f"{days} days" if days < 7 else f"{days} / 7 = {days // 7} r {rest}"]
     step = 1 if after else -1
     counted = [calendar.WEEKDAYS[(start + step * i) % 7] for i in range(rest + 1)]
     steps.append(", ".join(f"{name} {i}" for i, name in enumerate(counted)))
-    text = draw.text(f"days.weekday_{'after' if after else 'before'}", weekday=calendar.WEEKDAYS[start], days=f"{days} days" if days > 1 else "1 day")
+    text = draw.text(
+        f"days.weekday_{'after' if after else 'before'}",
+        weekday=calendar.WEEKDAYS[start],
+        days=f"{days} days" if days > 1 else "1 day",
+    )
     return question(draw, thinking, text, result, ". ".join(steps))
 
 
@@ -70,7 +73,13 @@ def clock_end(draw: Draw, thinking: bool) -> Example:
         start, minutes = start // 60 * 60, 5 * draw.between(1, 11)
     minutes = minutes or (15 if not hours else 0)
     hour, minute = divmod(start, 60)
-    said = f"{hours} hours and {minutes} minutes" if hours and minutes else f"{hours} hours" if hours else f"{minutes} minutes"
+    said = (
+        f"{hours} hours and {minutes} minutes"
+        if hours and minutes
+        else f"{hours} hours"
+        if hours
+        else f"{minutes} minutes"
+    )
     working, together = add(minute, minutes)
     carry = together // 60
     if carry:
@@ -79,7 +88,9 @@ def clock_end(draw: Draw, thinking: bool) -> Example:
     end = hour + hours + carry
     working += f". {' + '.join(map(str, terms))} = {end}" + (f", {end} - 24 = {end - 24}" if end >= 24 else "")
     answer = calendar.clock(start + hours * 60 + minutes)
-    text = draw.text("days.end", event=draw.word("event"), start=calendar.clock(start), length=said.replace("1 hours", "1 hour"))
+    text = draw.text(
+        "days.end", event=draw.word("event"), start=calendar.clock(start), length=said.replace("1 hours", "1 hour")
+    )
     return question(draw, thinking, text, answer, f"{working}. {answer}")
 
 

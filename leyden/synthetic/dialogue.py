@@ -1,4 +1,4 @@
-"""Several turns: facts remembered, the same call for something else, a call corrected, a list kept, a number carried on."""
+"""Several turns: facts remembered, a call repeated or corrected, a list kept, a number carried on."""
 
 from leyden.synthetic import values
 from leyden.synthetic.arithmetic import add, subtract, times
@@ -11,13 +11,21 @@ from leyden.synthetic.toolbox import Call, arguments_working, box, call, listed_
 def recall(draw: Draw, thinking: bool) -> Example:
     """Facts of the first turn, asked for later, sometimes after other small talk."""
     facts = {
-        "name": draw.word("first_name"), "city": draw.word("city"), "order number": values.identifier(draw),
-        "favorite color": draw.word("color"), "code word": draw.word("code_word"), "budget": f"{draw.between(10, 990)} EUR",
-    }  # fmt: skip
+        "name": draw.word("first_name"),
+        "city": draw.word("city"),
+        "order number": values.identifier(draw),
+        "favorite color": draw.word("color"),
+        "code word": draw.word("code_word"),
+        "budget": f"{draw.between(10, 990)} EUR",
+    }
     told = draw.sample(list(facts), draw.between(2, 3))
     conversation = Conversation(draw, thinking)
     conversation.system(draw.text("dialogue.noted_rule"))
-    conversation.user(draw.text(f"dialogue.tell{len(told)}", **{f"fact{i}": f"my {key} is {facts[key]}" for i, key in enumerate(told, 1)}))
+    conversation.user(
+        draw.text(
+            f"dialogue.tell{len(told)}", **{f"fact{i}": f"my {key} is {facts[key]}" for i, key in enumerate(told, 1)}
+        )
+    )
     conversation.answer("Noted.", "the user tells facts")
     if draw.chance(0.4):
         new = draw.pick([key for key in facts if key not in told])
@@ -63,7 +71,9 @@ def corrected(draw: Draw, thinking: bool) -> Example:
     params = [p for p in made.tool.params if p.name in made.arguments and p.kind not in ("flag", "title", "command")]
     while not params:
         made = call(draw, some_tool(draw, setting), setting, optional=0.3)
-        params = [p for p in made.tool.params if p.name in made.arguments and p.kind not in ("flag", "title", "command")]
+        params = [
+            p for p in made.tool.params if p.name in made.arguments and p.kind not in ("flag", "title", "command")
+        ]
     param = draw.pick(params)
     new = values.sample(draw, param.kind, hint=made.tool.noun)
     while new.json == made.arguments[param.name] or new.working:

@@ -1,7 +1,8 @@
 """Where every choice of an example comes from: one seeded stream, one split.
 
-`Draw` answers two questions, which number comes next and which words may be used. The words and phrases live in data/*.toml
-as `train` and `heldout` halves; a Draw sees only its own half (and the `shared` closed classes), so no sampler can leak.
+`Draw` answers two questions, which number comes next and which words may be used. The words and phrases live in
+data/*.toml as `train` and `heldout` halves; a Draw sees only its own half (and the `shared` closed classes), so no
+sampler can leak.
 All choices are made from Random.random(), whose sequence Python keeps across versions.
 """
 
@@ -39,6 +40,13 @@ def phrases(name: str, split: Split) -> tuple[str, ...]:
     section, key = name.split(".")
     entry = table("phrases")[section][key]
     return tuple(entry.get("shared") or entry[split])
+
+
+@cache
+def heldout_words() -> frozenset[str]:
+    """All held-out entries of words.toml, in lower case."""
+    pools = (pool(name, "heldout") for name, entry in table("words").items() if "shared" not in entry)
+    return frozenset(word.lower() for words in pools for word in words)
 
 
 class Draw:
@@ -91,9 +99,10 @@ class Draw:
         return self.sample(pool(name, self.split), n)
 
     def invent(self) -> str:
-        """A pronounceable word that means nothing."""
+        """A pronounceable word that means nothing and is no held-out word."""
         syllables = (self.pick("bdfgklmnprstvz") + self.pick("aeiou") for _ in range(self.between(2, 3)))
-        return "".join(syllables) + self.pick(("", "n", "r", "s", "x"))
+        word = "".join(syllables) + self.pick(("", "n", "r", "s", "x"))
+        return self.invent() if word in heldout_words() else word
 
     def text(self, name: str, /, **slots: object) -> str:
         """One template of phrases.toml, filled in."""
@@ -104,10 +113,16 @@ class Draw:
 
     def fill(self, template: str, /, **slots: object) -> str:
         """`template` with one alternative of every [a|b] and every {slot} replaced."""
-        return "".join(
-            part if kind == "text" else self.fill(self.pick(part.split("|")), **slots) if kind == "pick" else _slot(part, slots)
-            for kind, part in _parts(template)
-        )
+        filled = ""
+        for kind, part in _parts(template):
+            match kind:
+                case "text":
+                    filled += part
+                case "slot":
+                    filled += _slot(part, slots)
+                case "pick":
+                    filled += self.fill(self.pick(part.split("|")), **slots)
+        return filled
 
 
 @cache

@@ -1,5 +1,6 @@
 """Facts of a short text as JSON: chosen keys in the order asked for, null for what is not there; and lists of items."""
 
+import re
 from typing import Any
 
 from leyden.synthetic import values
@@ -18,7 +19,7 @@ def fields(draw: Draw, thinking: bool) -> Example:
     facts = {name: _value(draw, kind) for name, kind in entry["fields"].items()}
     while "origin" in facts and facts["origin"].json == facts["destination"].json:
         facts["destination"] = _value(draw, "city")
-    filled = draw.fill(text.replace("[", "\x00"), **{name: fact.said for name, fact in facts.items()}).replace("\x00", "[")
+    filled = re.sub(r"\{(\w+)\}", lambda slot: facts[slot[1]].said, text)
     keys = draw.sample(list(facts), draw.between(2, 5))
     absent = draw.pick(NOT_GIVEN) if draw.chance(0.3) else ""
     if absent:
@@ -55,7 +56,10 @@ def emails(draw: Draw, thinking: bool) -> Example:
     """All email addresses of a text, or all names, as a list of strings."""
     people = [values.person(draw) for _ in range(draw.between(2, 4))]
     addresses = [values.email(draw, person) for person in people]
-    text = "\n".join(draw.text("extract.line", person=p, email=e, city=draw.word("city")) for p, e in zip(people, addresses, strict=True))
+    text = "\n".join(
+        draw.text("extract.line", person=p, email=e, city=draw.word("city"))
+        for p, e in zip(people, addresses, strict=True)
+    )
     wanted, found = draw.pick((("extract.emails", addresses), ("extract.names", people)))
     return _extracted(draw, thinking, wanted, text, [], found, found)
 
@@ -78,7 +82,16 @@ def _value(draw: Draw, kind: str) -> values.Value:
     return values.Value(text, text)
 
 
-def _extracted(draw: Draw, thinking: bool, phrase: str, text: str, rules: list[str], expected: Any, working: list[str], **slots: str) -> Example:
+def _extracted(
+    draw: Draw,
+    thinking: bool,
+    phrase: str,
+    text: str,
+    rules: list[str],
+    expected: Any,
+    working: list[str],
+    **slots: str,
+) -> Example:
     conversation = Conversation(draw, thinking)
     only = draw.text("extract.only") if draw.chance(0.5) else ""
     if only and draw.chance(0.5):

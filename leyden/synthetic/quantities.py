@@ -10,11 +10,24 @@ from leyden.synthetic.toolbox import plural
 
 # (larger unit, smaller unit, how many) - closed class: known in both splits
 UNITS = (
-    ("km", "m", 1000), ("m", "cm", 100), ("cm", "mm", 10), ("kg", "g", 1000), ("l", "ml", 1000), ("t", "kg", 1000),
-    ("hours", "minutes", 60), ("minutes", "seconds", 60), ("days", "hours", 24), ("weeks", "days", 7), ("years", "months", 12),
-    ("dozen", "pieces", 12), ("GB", "MB", 1000), ("MB", "KB", 1000), ("feet", "inches", 12), ("yards", "feet", 3),
+    ("km", "m", 1000),
+    ("m", "cm", 100),
+    ("cm", "mm", 10),
+    ("kg", "g", 1000),
+    ("l", "ml", 1000),
+    ("t", "kg", 1000),
+    ("hours", "minutes", 60),
+    ("minutes", "seconds", 60),
+    ("days", "hours", 24),
+    ("weeks", "days", 7),
+    ("years", "months", 12),
+    ("dozen", "pieces", 12),
+    ("GB", "MB", 1000),
+    ("MB", "KB", 1000),
+    ("feet", "inches", 12),
+    ("yards", "feet", 3),
     ("EUR", "cents", 100),
-)  # fmt: skip
+)
 
 
 def convert(draw: Draw, thinking: bool) -> Example:
@@ -35,10 +48,20 @@ def convert(draw: Draw, thinking: bool) -> Example:
 
 def ratio(draw: Draw, thinking: bool) -> Example:
     """So many things in each of so many containers."""
-    inside, count = draw.between(2, 9) if not thinking else draw.between(2, 60), draw.between(2, 9 if not thinking else 40)
+    inside, count = (
+        draw.between(2, 9) if not thinking else draw.between(2, 60),
+        draw.between(2, 9 if not thinking else 40),
+    )
     container, content = draw.word("container"), draw.word("content")
     working, result = times(inside, count)
-    text = draw.text("quantities.ratio", inside=inside, count=count, container=container, containers=plural(container), content=content)
+    text = draw.text(
+        "quantities.ratio",
+        inside=inside,
+        count=count,
+        container=container,
+        containers=plural(container),
+        content=content,
+    )
     return _answered(draw, thinking, text, f"{result} {content}", f"{inside} in each of {count}. {working}")
 
 
@@ -85,12 +108,16 @@ def price(draw: Draw, thinking: bool) -> Example:
     first, second = draw.words("product", 2)
     if not thinking:
         count, each = draw.between(2, 9), draw.between(2, 9)
-        text = draw.text("quantities.price", count=count, each=each, product=first, products=plural(first), currency=currency)
+        text = draw.text(
+            "quantities.price", count=count, each=each, product=first, products=plural(first), currency=currency
+        )
         return _answered(draw, thinking, text, f"{count * each} {currency}", "")
     if draw.chance(0.5):
         count, each = draw.between(2, 9), draw.between(101, 4999)
         working, result = times(each, count)
-        text = draw.text("quantities.price", count=count, each=cents(each), product=first, products=plural(first), currency=currency)
+        text = draw.text(
+            "quantities.price", count=count, each=cents(each), product=first, products=plural(first), currency=currency
+        )
         working = f"{cents(each)} is {each} cents. {working} cents = {cents(result)}"
         return _answered(draw, thinking, text, f"{cents(result)} {currency}", working)
     n1, n2, p1, p2 = draw.between(1, 6), draw.between(1, 6), draw.between(2, 60), draw.between(2, 60)

@@ -32,7 +32,9 @@ def lookup(draw: Draw, thinking: bool) -> Example:
     made = call(draw, tool, setting, optional=0.2)
     result = {field: values.sample(draw, kind).json for field, kind in draw.shuffled(tool.returns)}
     field = draw.pick(list(result))
-    conversation, tools = _started(draw, thinking, [made], draw.text("reading.field", ask=made.ask, field=words_of(field)), setting)
+    conversation, tools = _started(
+        draw, thinking, [made], draw.text("reading.field", ask=made.ask, field=words_of(field)), setting
+    )
     conversation.result(values.json_text(made.arguments | result))
     conversation.answer(str(result[field]), f"{field} is {result[field]}")
     return conversation.example("answer", str(result[field]), tools, setting)
@@ -53,7 +55,13 @@ def compare(draw: Draw, thinking: bool) -> Example:
     while a == b:
         b = values.sample(draw, kind).json
     more = draw.chance(0.5)
-    text = draw.text(f"reading.{'more' if more else 'less'}", ask1=first.ask, ask2=second.ask, field=words_of(field), param=words_of(name))
+    text = draw.text(
+        f"reading.{'more' if more else 'less'}",
+        ask1=first.ask,
+        ask2=second.ask,
+        field=words_of(field),
+        param=words_of(name),
+    )
     conversation, tools = _started(draw, thinking, [first, second], text, setting)
     conversation.result(*(values.json_text(made.arguments | {field: n}) for made, n in ((first, a), (second, b))))
     winner = first if (a > b) == more else second
@@ -81,7 +89,9 @@ def prompt_rows(draw: Draw, thinking: bool) -> Example:
     question = records.ask(draw, data, easy=not thinking)
     conversation = Conversation(draw, thinking)
     conversation.system()
-    conversation.user(draw.text("reading.inline", nouns=plural(data.noun), data=data.as_text(draw), question=question.text))
+    conversation.user(
+        draw.text("reading.inline", nouns=plural(data.noun), data=data.as_text(draw), question=question.text)
+    )
     conversation.answer(question.answer, question.working)
     return conversation.example("answer", question.answer)
 
@@ -93,16 +103,26 @@ def text_file(draw: Draw, thinking: bool) -> Example:
     if draw.chance(0.5) or not thinking:
         keys = draw.words("symbol", draw.between(3, 6))
         sign = draw.pick((" = ", ": ", "="))
-        settings = {key: draw.pick((str(draw.between(1, 999)), draw.word("code_word"), draw.pick(("true", "false")))) for key in keys}
+        settings = {
+            key: draw.pick((str(draw.between(1, 999)), draw.word("code_word"), draw.pick(("true", "false"))))
+            for key in keys
+        }
         key = draw.pick(keys)
         content = "\n".join(f"{k}{sign}{v}" for k, v in settings.items())
         question, working, answer = draw.text("reading.setting", key=key), f"{key} is {settings[key]}", settings[key]
     else:
         levels = [draw.pick(("ERROR", "INFO", "WARNING", "DEBUG")) for _ in range(draw.between(4, 8))]
         level = draw.pick(levels)
-        content = "\n".join(f"{calendar.clock(540 + 7 * i)} {each} {draw.word('service')} {draw.word('error_text')}" for i, each in enumerate(levels))
+        content = "\n".join(
+            f"{calendar.clock(540 + 7 * i)} {each} {draw.word('service')} {draw.word('error_text')}"
+            for i, each in enumerate(levels)
+        )
         counted = [f"{each} {levels[: i + 1].count(level)}" if each == level else each for i, each in enumerate(levels)]
-        question, working, answer = draw.text("reading.level", level=level), ", ".join(counted), str(levels.count(level))
+        question, working, answer = (
+            draw.text("reading.level", level=level),
+            ", ".join(counted),
+            str(levels.count(level)),
+        )
     conversation, tools = _started(draw, thinking, [made], f"{request(draw, made.ask)} {question}", setting)
     conversation.result(content)
     conversation.answer(answer, working)
@@ -162,7 +182,9 @@ def chain(draw: Draw, thinking: bool) -> Example:
     conversation.call([act], f"{wanted} has id {found}\n{act.working}")
     if draw.chance(0.5):
         return conversation.example("tool_calls", expected_calls([act]), tools, setting)
-    conversation.result(draw.pick((values.json_text({"ok": True}), "ok", values.json_text({"status": "ok", "id": found}))))
+    conversation.result(
+        draw.pick((values.json_text({"ok": True}), "ok", values.json_text({"status": "ok", "id": found})))
+    )
     conversation.answer(done, "both steps are done")
     return conversation.example("answer", done, tools, setting)
 
@@ -181,6 +203,18 @@ def _started(
 
 # Actions whose first parameter is the id of the thing and that make sense once.
 _BY_ID = (
-    "delete_{noun}", "rename_{noun}", "assign_{noun}", "set_{noun}_status", "archive_{noun}", "share_{noun}", "tag_{noun}",
-    "move_{noun}", "copy_{noun}", "lock_{noun}", "approve_{noun}", "reject_{noun}", "set_{noun}_price", "validate_{noun}",
-)  # fmt: skip
+    "delete_{noun}",
+    "rename_{noun}",
+    "assign_{noun}",
+    "set_{noun}_status",
+    "archive_{noun}",
+    "share_{noun}",
+    "tag_{noun}",
+    "move_{noun}",
+    "copy_{noun}",
+    "lock_{noun}",
+    "approve_{noun}",
+    "reject_{noun}",
+    "set_{noun}_price",
+    "validate_{noun}",
+)

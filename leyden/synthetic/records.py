@@ -14,7 +14,7 @@ from leyden.synthetic.toolbox import plural
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Rows of one kind of thing. Columns: the key, some words, a status and a whole number, all with their own names."""
+    """Rows of one kind of thing, with columns for the key, some words, a status and a whole number."""
 
     noun: str
     key: str
@@ -53,7 +53,9 @@ def some_records(draw: Draw, noun: str = "", count: int = 0) -> Records:
     noun = noun or draw.word("noun")
     count = count or draw.between(3, 7)
     key = draw.pick(("id", f"{noun.replace(' ', '_')}_id", "code"))
-    word_column, words = draw.pick((("owner", "first_name"), ("city", "city"), ("name", "code_word"), ("product", "product")))
+    word_column, words = draw.pick(
+        (("owner", "first_name"), ("city", "city"), ("name", "code_word"), ("product", "product"))
+    )
     number = draw.pick(_NUMBERS)
     statuses = draw.words("status", 3)
     keys = [f"{noun[0].upper()}{n}" for n in draw.sample(range(10, 99), count)]
@@ -106,8 +108,12 @@ def _extreme(draw: Draw, records: Records) -> Question:
         first, second = best[records.number], row[records.number]
         best = row if (second > first) == largest else best
         steps.append(f"{first} or {second}: {best[records.number]}")
-    text = draw.text(f"records.{'largest' if largest else 'smallest'}", key=records.key, noun=records.noun, number=records.number)
-    return Question(text, f"{', '.join(steps)}\n{best[records.number]} is {best[records.key]}", best[records.key], False)
+    text = draw.text(
+        f"records.{'largest' if largest else 'smallest'}", key=records.key, noun=records.noun, number=records.number
+    )
+    return Question(
+        text, f"{', '.join(steps)}\n{best[records.number]} is {best[records.key]}", best[records.key], False
+    )
 
 
 def _sum(draw: Draw, records: Records) -> Question:

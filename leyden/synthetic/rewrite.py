@@ -46,7 +46,9 @@ def shape(draw: Draw, thinking: bool) -> Example:
     text = draw.text(f"rewrite.{style}", items=", ".join(items))
     if turned:
         text += " " + draw.text("rewrite.backwards_too")
-    return question(draw, thinking, text, result, "backwards: " + ", ".join(items[::-1]) if turned else "keep the order")
+    return question(
+        draw, thinking, text, result, "backwards: " + ", ".join(items[::-1]) if turned else "keep the order"
+    )
 
 
 def change(draw: Draw, thinking: bool) -> Example:
@@ -99,15 +101,29 @@ def rename(draw: Draw, thinking: bool) -> Example:
     title = values.title(draw)
     style = draw.pick(("snake", "kebab", "dotted", "path"))
     joint = {"snake": "_", "kebab": "-", "dotted": ".", "path": "/"}[style]
-    return question(draw, thinking, draw.text(f"rewrite.{style}", title=title), title.replace(" ", joint), f"join with {joint}")
+    return question(
+        draw, thinking, draw.text(f"rewrite.{style}", title=title), title.replace(" ", joint), f"join with {joint}"
+    )
 
 
 def fill_in(draw: Draw, thinking: bool) -> Example:
     """A pattern with {names} filled in with values."""
     person, city, day = draw.word("first_name"), draw.word("city"), draw.pick(("Monday", "Tuesday", "Friday", "Sunday"))
-    facts = {"name": person, "city": city, "day": day, "code": values.identifier(draw), "count": str(draw.between(2, 40))}
+    facts = {
+        "name": person,
+        "city": city,
+        "day": day,
+        "code": values.identifier(draw),
+        "count": str(draw.between(2, 40)),
+    }
     used = draw.sample(list(facts), draw.between(2, 4))
-    pieces = [draw.pick(("{k}: <k>", "<k>", "[<k>]", "k=<k>", "#<k>")).replace("<k>", f"<{key}>").replace("k=", f"{key}=").replace("{k}", key) for key in used]
+    pieces = [
+        draw.pick(("{k}: <k>", "<k>", "[<k>]", "k=<k>", "#<k>"))
+        .replace("<k>", f"<{key}>")
+        .replace("k=", f"{key}=")
+        .replace("{k}", key)
+        for key in used
+    ]
     pattern = draw.pick((" | ", "; ", " / ", ", ", " - ")).join(pieces)
     result = pattern
     for key in used:
@@ -125,7 +141,6 @@ def to_json(draw: Draw, thinking: bool) -> Example:
     lines = draw.pick(("\n", "; ", "\n")).join(f"{key}{sign}{value}" for key, value in facts.items())
     working = "\n".join(f"{key}: {value}" for key, value in facts.items())
     return question(draw, thinking, draw.text("rewrite.to_json", lines=lines), facts, working, "json")
-
 
 
 _SHAPES: dict[str, Callable[[list[str]], str]] = {

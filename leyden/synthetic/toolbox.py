@@ -40,7 +40,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function. `ask` holds imperatives with a {slot} per required parameter; `returns` (field, kind) of its result."""
+    """A function. `ask`: imperatives with a {slot} per required parameter; `returns`: (field, kind) of its result."""
 
     id: str  # its name in tools.toml
     name: str
@@ -51,16 +51,22 @@ class Tool:
     ask: tuple[str, ...]
     returns: tuple[tuple[str, str], ...] = ()
 
-    def schema(self, described: bool = True) -> dict[str, Any]:
-        """The tool as the OpenAI API takes it; without `described` parameters have no descriptions."""
-        properties = {
-            param.name: values.schema(param.kind) | ({"description": param.about} if described else {})
-            for param in self.params
-        }
+    def schema(self, described: bool, defaults: bool) -> dict[str, Any]:
+        """The tool as the OpenAI API takes it, with or without descriptions and defaults of its parameters."""
+        properties = {}
+        for param in self.params:
+            properties[param.name] = values.schema(param.kind)
+            if described:
+                properties[param.name]["description"] = param.about
+            if defaults and param.optional and (default := values.default(param.kind)) is not None:
+                properties[param.name]["default"] = default
         parameters: dict[str, Any] = {"type": "object", "properties": properties}
         if required := [param.name for param in self.params if not param.optional]:
             parameters["required"] = required
-        return {"type": "function", "function": {"name": self.name, "description": self.about, "parameters": parameters}}
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.about, "parameters": parameters},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +86,13 @@ class Setting:
     thinking: bool
     today: date | None = None  # requests may speak of days from here
     camel: bool = False  # names in camelCase
-    described: bool = True
+    described: bool = True  # parameters have descriptions
+    defaults: bool = False  # optional parameters name their default; it is never written into a call
 
 
 def some_setting(draw: Draw, thinking: bool) -> Setting:
     today = calendar.some_date(draw) if thinking and draw.chance(0.3) else None
-    return Setting(thinking, today, camel=draw.chance(0.2), described=draw.chance(0.6))
+    return Setting(thinking, today, draw.chance(0.2), draw.chance(0.6), draw.chance(0.15))
 
 
 def some_tool(draw: Draw, setting: Setting) -> Tool:
@@ -167,7 +174,12 @@ def explicit_call(draw: Draw, tool: Tool, setting: Setting, left_out: Sequence[s
         said.append(f"{param.name} {value.said}")
         working += [value.working] if value.working else []
         working.append(f"{param.name}: {shown(value.json)}")
-    return Call(tool, arguments, draw.text("tools.explicit", tool=tool.name) + (f" with {values.listed(said)}" if said else ""), "\n".join(working))
+    return Call(
+        tool,
+        arguments,
+        draw.text("tools.explicit", tool=tool.name) + (f" with {values.listed(said)}" if said else ""),
+        "\n".join(working),
+    )
 
 
 def file_tool(draw: Draw, setting: Setting) -> Tool:
@@ -177,7 +189,9 @@ def file_tool(draw: Draw, setting: Setting) -> Tool:
 
 def arguments_working(made: Call) -> str:
     """The reasoning of a call whose arguments are copied."""
-    return "\n".join([f"tool: {made.tool.name}", *(f"{name}: {shown(value)}" for name, value in made.arguments.items())])
+    return "\n".join(
+        [f"tool: {made.tool.name}", *(f"{name}: {shown(value)}" for name, value in made.arguments.items())]
+    )
 
 
 def shown(value: Any) -> str:
@@ -268,11 +282,17 @@ def _extra(draw: Draw, n: int) -> list[tuple[str, str]]:
 
 def _extra_param(words: str, name: str, kind: str, heldout: bool) -> Param:
     if kind == "flag":
-        yes = ("setting {} to true",) if heldout else ("with {} on", "with {} set to true", "and turn {} on")
-        no = ("setting {} to false",) if heldout else ("with {} off", "with {} set to false", "and turn {} off")
+        yes = ("setting {} to true",) if heldout else ("with {} on", "with {} set to true", "and set {} to true")
+        no = ("setting {} to false",) if heldout else ("with {} off", "with {} set to false", "and set {} to false")
         about = f"Whether it is {words}."
-        return Param(name, name, kind, about, (), tuple(t.format(words) for t in yes), tuple(t.format(words) for t in no))
-    say = ("setting {} to {{}}",) if heldout else ("with {} {{}}", "with the {} {{}}", "and {} {{}}", "using {} {{}}")
+        return Param(
+            name, name, kind, about, (), tuple(t.format(words) for t in yes), tuple(t.format(words) for t in no)
+        )
+    say = (
+        ("setting {} to {{}}",)
+        if heldout
+        else ("with {} {{}}", "with the {} {{}}", "and {} {{}}", "and set {} to {{}}")
+    )
     return Param(name, name, kind, f"The {words}.", tuple(t.format(words) for t in say))
 
 

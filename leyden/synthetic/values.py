@@ -1,7 +1,7 @@
 """Typed values: what a tool argument or a JSON field holds, how a person says it, and how one gets from there to here.
 
-A kind is a word of tools.toml and documents.toml: the name of a pool, or one of KINDS, or "int:LOW:HIGH", "enum:A:B:...",
-"list:POOL".
+A kind is a word of tools.toml and documents.toml: the name of a pool, or one of KINDS, or "int:LOW:HIGH",
+"enum:A:B:...", "list:POOL".
 """
 
 import json
@@ -13,12 +13,26 @@ from leyden.synthetic import calendar
 from leyden.synthetic.arithmetic import cents, times
 from leyden.synthetic.draw import Draw
 
-NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+NUMBER_WORDS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """`json` is the exact value, `said` its wording in a request, `working` the way between them ("" if it is a copy)."""
+    """`json` is the exact value, `said` its wording in a request, `working` the way between them ("" for a copy)."""
 
     json: Any
     said: str
@@ -48,7 +62,7 @@ def sample(draw: Draw, kind: str, thinking: bool = False, today: Any = None, hin
 
 
 def schema(kind: str) -> dict[str, Any]:
-    """The JSON schema of `kind`."""
+    """The JSON schema of `kind`, a new object."""
     name, *args = kind.split(":")
     if name == "enum":
         return {"type": "string", "enum": args}
@@ -57,7 +71,13 @@ def schema(kind: str) -> dict[str, Any]:
     if name in _OBJECTS:
         keys, item = _OBJECTS[name]
         return {"type": "object", "properties": {key: {"type": item} for key in keys}, "required": list(keys)}
-    return _SCHEMAS.get(name, {"type": "string"})
+    return dict(_SCHEMAS.get(name, {"type": "string"}))
+
+
+def default(kind: str) -> Any:
+    """What an optional parameter of `kind` is if it is not given; None for kinds without a natural default."""
+    name, *args = kind.split(":")
+    return {"flag": False, "enum": args[0] if args else None, "int": int(args[0]) if name == "int" else None}.get(name)
 
 
 def integer(draw: Draw, low: int, high: int) -> Value:
@@ -86,7 +106,8 @@ def person(draw: Draw) -> str:
 
 def email(draw: Draw, name: str = "") -> str:
     first, last = (name or person(draw)).lower().split()
-    return f"{draw.pick((f'{first}.{last}', first, f'{first[0]}.{last}', f'{last}{draw.between(1, 99)}'))}@{draw.word('mail_domain')}"
+    local = draw.pick((f"{first}.{last}", first, f"{first[0]}.{last}", f"{last}{draw.between(1, 99)}"))
+    return f"{local}@{draw.word('mail_domain')}"
 
 
 def path(draw: Draw, ext: str = "") -> str:
