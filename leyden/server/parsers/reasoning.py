@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from leyden.server.parsers.events import Event, ReasoningDelta, ReasoningIsContent
-from leyden.server.parsers.spaces import TrailingSpace
 from leyden.server.parsers.tags import Tag, Token, blank, raw
 from leyden.server.parsers.tools import ToolParser
 from leyden.text.tokenizer import Tokenizer
@@ -62,7 +61,7 @@ class NemotronV3:
         self.tools = tools()
         self._state = self._thinking if thinking else self._answering
         self._needs_content = force_nonempty_content or not thinking
-        self._space = TrailingSpace()
+        self._space = _TrailingSpace()
         self._thoughts: list[str] = []  # all of them, if they may have to serve as content
         self._held: list[Token] = []  # a call inside thinking, not yet decided
         self._trial: list[Event] = []  # what the call would be
@@ -163,3 +162,26 @@ class NemotronV3:
 
     def _reset(self) -> None:
         self.tools, self._trial = self._new_tools(), []
+
+
+class _TrailingSpace:
+    """Passes text on and keeps back the white space at its end: it only counts if more text follows."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+        self._passed = False  # whether anything but white space has come
+
+    def push(self, text: str) -> str:
+        body = text.rstrip()
+        if not body:
+            self._held.append(text)
+            return ""
+        passed = "".join(self._held) + body
+        self._held = [text[len(body) :]]
+        self._passed = True
+        return passed
+
+    def flush(self) -> str:
+        """The white space that was kept back, if it stands at the end of some text."""
+        held, self._held = self._held, []
+        return "".join(held) if self._passed else ""
