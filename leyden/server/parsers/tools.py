@@ -210,7 +210,7 @@ class Qwen3Coder:
         self._state = self._between
 
     def _write(self, text: str, out: list[Event]) -> None:
-        if self._shown:
+        if text and self._shown:
             out.append(ToolCallArguments(self.calls - 1, text))
 
     @property
