@@ -1,8 +1,8 @@
 """How many drafts of the MTP module are right on given texts, drafting greedily after every token of every answer.
 
 This is the engine's drafting: rows of known tokens hold the backbone's hidden states, only the step's own drafts hold
-the module's. On a model's own greedy answers the result is that of speculative decoding; on reference answers it is that
-of a model which would write them.
+the module's. On a model's own greedy answers the result is that of speculative decoding; on reference answers it is
+that of a model which would write them.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from leyden.train.batches import Batch, Corpus, Packing
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Over all answers of a corpus: an answer is a run of tokens to be learned; its first token comes from the prompt."""
+    """Over all answers of a corpus: runs of tokens to be learned, whose first token comes from the prompt."""
 
     steps: int  # target passes that the other tokens take
     tokens: int  # that they bring: accepted drafts, and one more per step
@@ -114,7 +114,6 @@ def _next(
         following = [np.arange(s + 1, p + 1 + len(own)) for s, p in places[:2, members].T]
         of, after = (torch.from_numpy(np.concatenate(index)).to(ids.device) for index in (rows, following))
         ctx = Context.packed(lens[members].tolist(), ids.device)
-        assert model.mtp is not None
         out = model.mtp(states[of], model.embed(ids[after]), ctx)
         outputs.append(out[ctx.wide.starts[1:].long() - 1])
     return torch.cat(outputs)

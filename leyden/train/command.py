@@ -8,7 +8,7 @@ FOLDER also gives tokenizer and chat template. Data are JSON lines of chat messa
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
@@ -24,7 +24,7 @@ from leyden.model.nemotron import Nemotron
 from leyden.text.template import ChatTemplate
 from leyden.text.tokenizer import Tokenizer
 from leyden.train.batches import Corpus
-from leyden.train.data import TokenSequence, rendered
+from leyden.train.data import rendered
 from leyden.train.init import initialize
 from leyden.train.run import Run
 from leyden.train.trainer import Options, Trainer
@@ -102,15 +102,14 @@ def _model(flags: argparse.Namespace, folder: Path) -> Nemotron:
     return model
 
 
-def _corpus(files: list[Path], folder: Path) -> Corpus:
+def _corpus(files: Sequence[Path], folder: Path) -> Corpus:
     """All examples of `files`, in their order."""
-    if all(file.suffix == ".safetensors" for file in files):
-        return Corpus.join([Corpus.load(file) for file in files])
     tokenizer = Tokenizer.from_folder(folder)
     template = ChatTemplate.from_folder(folder, tokenizer)
 
-    def sequences() -> Iterator[TokenSequence]:
-        for file in files:
-            yield from rendered(file, template, tokenizer)
+    def read(file: Path) -> Corpus:
+        if file.suffix == ".safetensors":
+            return Corpus.load(file)
+        return Corpus.collect((found.ids, found.learn) for found in rendered(file, template, tokenizer))
 
-    return Corpus.collect((sequence.ids, sequence.learn) for sequence in sequences())
+    return Corpus.join([read(file) for file in files])
