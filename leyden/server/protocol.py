@@ -243,6 +243,8 @@ class CompletionRequest(Generation):
 
     @property
     def limit(self) -> tuple[str, int | None]:
+        if self.max_tokens == 0 and self.echo:  # score the prompt; the one token that is generated is not shown
+            return "max_tokens", 1
         return "max_tokens", 16 if self.max_tokens is None else self.max_tokens
 
     @property
