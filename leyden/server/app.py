@@ -228,11 +228,11 @@ def _add_models(app: fastapi.FastAPI, service: Service) -> None:
 
 
 def _add_health(app: fastapi.FastAPI, service: Service) -> None:
+    @app.get("/health", response_model=None)
+    @app.get("/ping", response_model=None)
+    @app.post("/ping", response_model=None)
     async def health() -> Response:
         return Response(status_code=200 if service.client.alive else 503)
-
-    app.add_api_route("/health", health, methods=["GET"], response_model=None)
-    app.add_api_route("/ping", health, methods=["GET", "POST"], response_model=None)
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -301,9 +301,9 @@ def serve(app: fastapi.FastAPI, config: ServerConfig, client: EngineClient) -> i
         await server.serve()
         if death.done():
             logger.error("stopped because the engine is gone: %s", client.death)
-        else:
-            death.cancel()
-        return 0 if server.started and death.cancelled() else 1
+            return 1
+        death.cancel()
+        return 0 if server.started else 1
 
     with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
         return runner.run(main())

@@ -29,8 +29,16 @@ logger = log.get(__name__)
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 LOWEST_TEMPERATURE = 0.01  # what is asked for between 0 and this is raised to it, as vLLM does
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_PLAIN = ("presence_penalty", "frequency_penalty")
-_COPIED = ("min_tokens", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "allowed_token_ids")
+_SENT = (
+    *_DEFAULTED,
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "allowed_token_ids",
+)
 
 Body = ChatRequest | CompletionRequest
 
@@ -83,10 +91,9 @@ class Service:
 
         Raises RequestError that names the field at fault: `prompt_field` if the prompt alone is too long.
         """
-        values: dict[str, Any] = {name: self._value(body, name) for name in _DEFAULTED}
-        values |= {name: getattr(body, name) or 0.0 for name in _PLAIN}
-        values |= {name: getattr(body, name) for name in _COPIED}
-        if 0 < values.get("temperature", 1.0) < LOWEST_TEMPERATURE:
+        values: dict[str, Any] = {name: self.defaults.get(name) for name in _DEFAULTED}
+        values |= {name: value for name in _SENT if (value := getattr(body, name)) is not None}
+        if 0 < (values["temperature"] or 0) < LOWEST_TEMPERATURE:
             values["temperature"] = LOWEST_TEMPERATURE
         limit_field, limit = body.limit
         if limit is not None and limit < 1:
@@ -150,10 +157,6 @@ class Service:
     def log_output(self, response_id: str, text: str) -> None:
         if self.config.enable_log_requests and self.config.enable_log_outputs:
             logger.info("%s: answer %r", response_id, text[: self.config.max_log_len])
-
-    def _value(self, body: Body, name: str) -> Any:
-        value = getattr(body, name)
-        return self.defaults.get(name) if value is None else value
 
     def _room(self, prompt: int, limit: int | None, limit_field: str, prompt_field: str) -> int:
         """The most tokens to generate. Agents know an overflow by the words "maximum context length"."""
