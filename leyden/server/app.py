@@ -83,9 +83,7 @@ def build(
         await client.close()
 
     docs = {"docs_url": None, "redoc_url": None, "openapi_url": None} if config.disable_fastapi_docs else {}
-    app = fastapi.FastAPI(
-        title="leyden", version=__version__, lifespan=lifespan, root_path=config.root_path, redirect_slashes=False, **docs
-    )
+    app = fastapi.FastAPI(title="leyden", version=__version__, lifespan=lifespan, redirect_slashes=False, **docs)
     app.router.route_class = _JsonRoute
     app.state.running = 0
     _add_errors(app, config)
@@ -224,6 +222,8 @@ def _add_models(app: fastapi.FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}", response_model=None, responses={200: {"model": ModelCard}, 404: _ERRORS[404]})
     async def model_card(name: str) -> Response:
+        if not name:
+            raise HTTPException(404)
         return json_response(card(service.check_model(name)))
 
 

@@ -222,6 +222,11 @@ class Stream:
             merge(held, delta)
         if held.finish_reason is not None:
             self._running.discard(request_id)
+        if held.finish_reason == "error":
+            logger.error("%s: %s", request_id, held.error)
+            self.__exit__()
+            self._error = RequestError("the engine failed on this request; the server's log says why", status=500)
+            held.finish_reason = None  # what came before the failure is delivered, then the error is raised
         if self._due(held):
             self._wake()
 
@@ -355,11 +360,10 @@ class EngineClient:
         match event:
             case Deltas(deltas):
                 for delta in deltas:
-                    stream = self._streams.get(delta.request_id)
-                    if stream is not None:
+                    over = delta.finish_reason is not None
+                    find = self._streams.pop if over else self._streams.get
+                    if (stream := find(delta.request_id, None)) is not None:
                         stream.put(delta)
-                        if delta.finish_reason is not None:
-                            del self._streams[delta.request_id]
             case Accepted(request_id):
                 if verdict := self._pending(request_id):
                     verdict.set_result(None)

@@ -10,7 +10,7 @@ Field names, shapes and defaults: OpenAI's chat completions and completions, wit
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
@@ -193,6 +193,8 @@ class ChatRequest(Generation):
         strict = any(tool["function"].get("strict") for tool in self.tools or ())
         return super().ignored + (["tools.function.strict"] if strict else [])
 
+    default_limit: ClassVar[int | None] = None  # tokens to generate if the request does not say; None: all that fit
+
     @property
     def limit(self) -> tuple[str, int | None]:
         """The most tokens to generate, with the name of the field that says so."""
@@ -242,11 +244,13 @@ class CompletionRequest(Generation):
             raise RequestError(f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(many)}", "prompt")
         return list(many)
 
+    default_limit: ClassVar[int | None] = 16
+
     @property
     def limit(self) -> tuple[str, int | None]:
         if self.max_tokens == 0 and self.echo:  # score the prompt; the one token that is generated is not shown
             return "max_tokens", 1
-        return "max_tokens", 16 if self.max_tokens is None else self.max_tokens
+        return "max_tokens", self.max_tokens
 
     @property
     def top(self) -> int | None:
@@ -368,6 +372,7 @@ _TYPES = {
     405: "MethodNotAllowedError",
     413: "PayloadTooLargeError",
     429: "TooManyRequestsError",
+    431: "HeadersTooLargeError",
     503: "ServiceUnavailableError",
 }
 

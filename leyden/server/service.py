@@ -115,7 +115,7 @@ class Service:
             logprobs=self._check_top("top_logprobs" if isinstance(body, ChatRequest) else "logprobs", body.top),
             prompt_logprobs=self._check_top("prompt_logprobs", body.prompt_logprobs),
         )
-        params.max_tokens = self._room(len(prompt), limit, limit_field, prompt_field)
+        params.max_tokens = self._room(body, len(prompt), prompt_field)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         return params
 
@@ -158,9 +158,10 @@ class Service:
         if self.config.enable_log_requests and self.config.enable_log_outputs:
             logger.info("%s: answer %r", response_id, text[: self.config.max_log_len])
 
-    def _room(self, prompt: int, limit: int | None, limit_field: str, prompt_field: str) -> int:
+    def _room(self, body: Body, prompt: int, prompt_field: str) -> int:
         """The most tokens to generate. Agents know an overflow by the words "maximum context length"."""
         room = self.max_model_len - prompt
+        limit_field, limit = body.limit
         if room < 1 or (limit is not None and limit > room):
             wanted = f"{prompt} in the prompt and {limit or 'at least 1'} of output"
             raise RequestError(
@@ -168,7 +169,7 @@ class Service:
                 "Please reduce the length of the prompt or the number of tokens to generate.",
                 prompt_field if room < 1 else limit_field,
             )
-        return min(room if limit is None else limit, self.defaults.get("max_tokens") or room)
+        return min(room, limit or body.default_limit or room, self.defaults.get("max_tokens") or room)
 
     def _check_top(self, name: str, top: int | None) -> int | None:
         most = int(self.client.facts["max_logprobs"])
@@ -221,10 +222,6 @@ class Choice:
         self._text = TextStream(tokenizer, request.params, request.prompt, keep)
 
     def advance(self, delta: Delta) -> Step:
-        """Raises RequestError (500) if the engine failed on this request."""
-        if delta.finish_reason == "error":
-            logger.error("%s: %s", delta.request_id, delta.error)
-            raise RequestError("the engine failed on this request; the server's log says why", status=500)
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
