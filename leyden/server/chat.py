@@ -15,13 +15,17 @@ from starlette.responses import Response
 from leyden.server import logprobs
 from leyden.server.client import Stream
 from leyden.server.parsers import (
+    SPECIAL,
     ContentDelta,
     Event,
     OutputParser,
     ReasoningDelta,
+    ReasoningIsContent,
     ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
+    collect,
+    starts_thinking,
 )
 from leyden.server.protocol import ChatChoice, ChatCompletion, ChatRequest, Message
 from leyden.server.service import Choice, Service, Step, advance, usage
@@ -76,91 +80,44 @@ def _prompt(service: Service, body: ChatRequest, kwargs: dict[str, Any]) -> list
     return service.truncate(ids, body)
 
 
-def thinks(prompt: Sequence[int], tokenizer: Tokenizer, default: bool) -> bool:
-    """Whether the answer to a prompt begins inside thinking: what its last turn opened and did not close decides."""
-    opened, closed = tokenizer.id_of("<think>"), tokenizer.id_of("</think>")
-    turn = tokenizer.id_of("<|im_start|>")
-    for id in reversed(prompt):
-        if id in (opened, closed):
-            return id == opened
-        if id == turn:
-            break
-    return default
-
-
 class _Turn:
-    """One choice on its way from tokens to the deltas of its message."""
+    """One choice on its way from tokens to what was said with them."""
 
-    def __init__(self, choice: Choice, parser: OutputParser, reasoning_fields: Sequence[str], thinking: bool, end: int):
+    def __init__(self, choice: Choice, parser: OutputParser, thinking: bool, end: int, call: int):
+        """`end` and `call`: ids of </think> and <tool_call>."""
         self.choice = choice
         self.reasoning_tokens = 0
         self._parser = parser
-        self._reasoning_fields = reasoning_fields
         self._thinking = thinking
-        self._end_of_thinking = end
-        self._open_call: int | None = None
-        self._calls = 0
+        self._end = end
+        self._call = call
+        self._before_call: int | None = None
 
-    def read(self, step: Step) -> list[dict[str, Any]]:
-        """The deltas that a step brought, in order. The last step of the choice empties the parser."""
+    def read(self, step: Step) -> list[Event]:
+        """What a step brought, in order. The last step of the choice empties the parser."""
         self._count_reasoning(step.token_ids)
         events = self._parser.feed(step.text)
         if self.choice.finish_reason is not None:
-            events += self._parser.finish(self.choice.finish_reason)
-        deltas: list[dict[str, Any]] = []
-        for found in events:
-            if (delta := self._delta(found)) is not None and not (deltas and _join(deltas[-1], delta)):
-                deltas.append(delta)
-        return deltas
+            cut = self.choice.finish_reason != "stop" or isinstance(self.choice.stop_reason, str)
+            events += self._parser.finish(cut)
+            if self._thinking and self._before_call is not None and any(isinstance(e, ToolCallStart) for e in events):
+                self.reasoning_tokens = self._before_call  # the call itself ended the thinking
+        return events
 
     @property
     def finish_reason(self) -> str | None:
-        """A cut or unfinished call is no call: the client must not run it."""
-        called = self._calls and self._open_call is None and self.choice.finish_reason == "stop"
-        return "tool_calls" if called else self.choice.finish_reason
-
-    @property
-    def complete_calls(self) -> int:
-        return self._calls - (self._open_call is not None)
-
-    def _delta(self, found: Event) -> dict[str, Any] | None:
-        match found:
-            case ReasoningDelta(text):
-                return dict.fromkeys(self._reasoning_fields, text) or None
-            case ContentDelta(text):
-                self._thinking = False
-                return {"content": text}
-            case ToolCallStart(index, id, name):
-                self._thinking = False
-                self._open_call, self._calls = index, index + 1
-                function = {"name": name, "arguments": ""}
-                return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
-            case ToolCallArguments(index, text):
-                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-            case ToolCallEnd():
-                self._open_call = None
-                return None
+        reason = self.choice.finish_reason
+        return None if reason is None else self._parser.finish_reason(reason)
 
     def _count_reasoning(self, ids: Sequence[int]) -> None:
-        if self._thinking:
-            if self._end_of_thinking in ids:
-                self._thinking = False
-                ids = ids[: ids.index(self._end_of_thinking)]
-            self.reasoning_tokens += len(ids)
-
-
-def _join(last: dict[str, Any], delta: dict[str, Any]) -> bool:
-    """Append a delta to the one before it, if both are of the same kind and, for calls, of the same call."""
-    if last.keys() != delta.keys():
-        return False
-    if calls := delta.get("tool_calls"):
-        if last["tool_calls"][-1]["index"] != calls[0]["index"]:
-            return False
-        last["tool_calls"][-1]["function"]["arguments"] += calls[0]["function"]["arguments"]
-    else:
-        for key, text in delta.items():
-            last[key] += text
-    return True
+        if not self._thinking:
+            return
+        if self._end in ids:
+            self._thinking = False
+            ids = ids[: ids.index(self._end)]
+        if self._before_call is None and self._call in ids:
+            self._before_call = self.reasoning_tokens + ids.index(self._call)
+        self.reasoning_tokens += len(ids)
 
 
 class _Answer:
@@ -180,41 +137,44 @@ class _Answer:
         self._requests = requests
         self._head: dict[str, Any] = {"id": response_id, "created": int(time.time()), "model": model}
         tokenizer, config = service.tokenizer, service.config
-        prompt = requests[0].prompt
-        thinking = thinks(prompt, tokenizer, kwargs.get("enable_thinking") is not False)
         both = ("reasoning", "reasoning_content") if config.reasoning_field == "both" else (config.reasoning_field,)
         self._reasoning_fields = both
+        prompt = requests[0].prompt
+        thinking = starts_thinking(prompt, tokenizer, kwargs.get("enable_thinking") is not False)
+        special = [tokenizer.id_of(text) for text in SPECIAL]
+        end, call = tokenizer.id_of("</think>"), tokenizer.id_of("<tool_call>")
         self._choices: dict[str, Choice] = {}
         self._turns: list[_Turn] = []
         for index, request in enumerate(requests):
+            choice = Choice(index, request, tokenizer, special)
             parser = OutputParser(
-                tools=body.tools if body.tool_choice != "none" else None,
+                body.tools if body.tool_choice != "none" else None,
                 thinking=thinking,
                 force_nonempty_content=bool(kwargs.get("force_nonempty_content")),
-                parallel=body.parallel_tool_calls is not False,
+                parallel_tool_calls=body.parallel_tool_calls is not False,
+                special_at=choice.special_at,
+                reasoning_parser=config.reasoning_parser,
+                tool_parser=config.tool_call_parser,
             )
-            choice = Choice(index, request, tokenizer, keep=parser.keep(tokenizer))
             self._choices[request.id] = choice
-            shown = both if body.include_reasoning else ()
-            self._turns.append(_Turn(choice, parser, shown, thinking, tokenizer.id_of("</think>")))
+            self._turns.append(_Turn(choice, parser, thinking, end, call))
         self._names = logprobs.Names(tokenizer, body.return_tokens_as_token_ids or config.return_tokens_as_token_ids)
         self._prompt_ids = prompt if body.return_token_ids else None
         self._prompt_text = tokenizer.decode(prompt) if body.return_prompt_text else None
 
     async def whole(self) -> ChatCompletion:
-        messages = [self._empty_message() for _ in self._turns]
+        events: list[list[Event]] = [[] for _ in self._turns]
         steps: list[list[Step]] = [[] for _ in self._turns]
         with await self._service.generate(self._body, self._requests) as stream:
             async for delta in stream:
                 choice, step = advance(stream, self._choices, delta)
                 steps[choice.index].append(step)
-                for piece in self._turns[choice.index].read(step):
-                    _add(messages[choice.index], piece)
+                events[choice.index] += self._turns[choice.index].read(step)
         prompt_logprobs = self._turns[0].choice.prompt_logprobs
         body: ChatCompletion = {
             **self._head,
             "object": "chat.completion",
-            "choices": [self._choice(*found) for found in zip(self._turns, messages, steps, strict=True)],
+            "choices": [self._choice(*found) for found in zip(self._turns, events, steps, strict=True)],
             "service_tier": None,
             "system_fingerprint": self._service.fingerprint,
             "usage": self._usage(),
@@ -227,25 +187,39 @@ class _Answer:
         }
         return body
 
-    def _choice(self, turn: _Turn, message: Message, steps: Sequence[Step]) -> ChatChoice:
-        if "tool_calls" in message:
-            message["content"] = (message["content"] or "").strip() or None
-            message["tool_calls"] = message["tool_calls"][: turn.complete_calls]
-            if not message["tool_calls"]:
-                del message["tool_calls"]
-        self._service.log_output(self._head["id"], message["content"] or "")
+    def _choice(self, turn: _Turn, events: Sequence[Event], steps: Sequence[Step]) -> ChatChoice:
         token_ids = [id for step in steps for id in step.token_ids]
         found = [token for step in steps for token in step.logprobs or ()]
         whole = Step("", token_ids, found if self._body.logprobs else None)
         return {
             "index": turn.choice.index,
-            "message": message,
+            "message": self._message(events),
             "logprobs": self._logprobs(whole),
             "finish_reason": turn.finish_reason,
             "stop_reason": turn.choice.stop_reason,
             "token_ids": self._token_ids(whole),
             "routed_experts": None,
         }
+
+    def _message(self, events: Sequence[Event]) -> Message:
+        parsed = collect(events)
+        self._service.log_output(self._head["id"], parsed.content or "")
+        message: Message = {
+            "role": self._service.config.response_role,
+            "content": self._echo() + (parsed.content or "") or None,
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+        }
+        for name in self._reasoning_fields:
+            message[name] = parsed.reasoning if self._body.include_reasoning else None  # type: ignore[literal-required]
+        if parsed.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in parsed.tool_calls
+            ]
+        return message
 
     async def frames(self, stream: Stream) -> AsyncGenerator[bytes, None]:
         include_usage, continuous = self._service.usage_options(self._body)
@@ -259,7 +233,7 @@ class _Answer:
                     frames += [self._first_frame(turn, continuous) for turn in self._turns]
                 choice, step = advance(stream, self._choices, delta)
                 turn = self._turns[choice.index]
-                deltas = turn.read(step)
+                deltas = self._deltas(turn.read(step))
                 over = choice.finish_reason is not None
                 if not deltas and (over or self._token_ids(step) or self._logprobs(step)):
                     deltas = [{}]
@@ -304,18 +278,28 @@ class _Answer:
             chunk["usage"] = usage([turn.choice], details=False)
         return event(chunk)
 
-    def _empty_message(self) -> Message:
-        message: Message = {
-            "role": self._service.config.response_role,
-            "content": self._echo() or None,
-            "refusal": None,
-            "annotations": None,
-            "audio": None,
-            "function_call": None,
-        }
-        for name in self._reasoning_fields:
-            message[name] = None  # type: ignore[literal-required]
-        return message
+    def _deltas(self, events: Sequence[Event]) -> list[dict[str, Any]]:
+        """One delta per event, and one for all events of a call in a row."""
+        deltas: list[dict[str, Any]] = []
+        for found in events:
+            match found:
+                case ReasoningDelta(text):
+                    if self._body.include_reasoning:
+                        deltas.append(dict.fromkeys(self._reasoning_fields, text))
+                case ContentDelta(text) | ReasoningIsContent(text):
+                    deltas.append({"content": text})
+                case ToolCallStart(index, id, name):
+                    function = {"name": name, "arguments": ""}
+                    deltas.append({"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]})
+                case ToolCallArguments(index, text):
+                    last = deltas[-1].get("tool_calls") if deltas else None
+                    if last and last[0]["index"] == index:
+                        last[0]["function"]["arguments"] += text
+                    else:
+                        deltas.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+                case ToolCallEnd():
+                    pass
+        return deltas
 
     def _echo(self) -> str:
         """With `echo`: the text of the last message, if it is the answer's own beginning."""
@@ -341,14 +325,3 @@ class _Answer:
     def _fingerprint(self) -> dict[str, str]:
         return {} if self._service.fingerprint is None else {"system_fingerprint": self._service.fingerprint}
 
-
-def _add(message: Message, delta: dict[str, Any]) -> None:
-    """Add a delta to the message it is of."""
-    for call in delta.pop("tool_calls", ()):
-        calls = message.setdefault("tool_calls", [])
-        if call["index"] == len(calls):
-            calls.append({key: value for key, value in call.items() if key != "index"})
-        else:
-            calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-    for key, text in delta.items():
-        message[key] = (message[key] or "") + text  # type: ignore[literal-required]

@@ -8,7 +8,7 @@ import itertools
 import re
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,6 +220,11 @@ class Choice:
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._text = TextStream(tokenizer, request.params, request.prompt, keep)
+
+    @property
+    def special_at(self) -> Container[int]:
+        """Offsets in the text at which tokens of `keep` stand."""
+        return self._text.special_at
 
     def advance(self, delta: Delta) -> Step:
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)

@@ -8,7 +8,6 @@ from typing import Any
 import openai
 import pytest
 
-from leyden.server.chat import thinks
 from leyden.testing.scripted import Case
 from leyden.text.tokenizer import Tokenizer
 from tests.server.conftest import Server, eventually, events
@@ -349,20 +348,6 @@ def test_tools_are_in_the_prompt(start: Any, server: Server, tokenizer: Tokenize
     with start({}, exclude_tools_when_tool_choice_none=True) as other:
         assert "get_weather" not in prompt_text(other, tokenizer, **fields, tool_choice="none")
         assert "get_weather" in prompt_text(other, tokenizer, **fields)
-
-
-def test_thinks(tokenizer: Tokenizer):
-    for text, wanted in (
-        ("<|im_start|>assistant\n<think>\n", True),
-        ("<|im_start|>assistant\n<think></think>", False),
-        ("<think></think>B<|im_end|>\n<|im_start|>assistant\n<think>\n", True),  # D16: an earlier turn says nothing
-        ("<think></think>B<|im_end|>\n<|im_start|>assistant\n", None),
-        ("", None),
-    ):
-        ids = tokenizer.encode(text)
-        assert [thinks(ids, tokenizer, default) for default in (False, True)] == (
-            [False, True] if wanted is None else [wanted, wanted]
-        )
 
 
 # Failures of the engine.
