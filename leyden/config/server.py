@@ -40,7 +40,7 @@ class ServerConfig:
     chat_template: str | None = None  # file or text instead of the checkpoint's
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     exclude_tools_when_tool_choice_none: bool = False
-    reasoning_parser: str = "nemotron_v3"
+    reasoning_parser: str | None = "nemotron_v3"  # None: thinking is content
     tool_call_parser: str = "qwen3_coder"
 
     # how it answers

@@ -23,10 +23,11 @@ from starlette.responses import Response
 
 from leyden import __version__, log
 from leyden.config.server import ServerConfig
-from leyden.errors import EngineDead, Overloaded, RequestError
+from leyden.errors import ConfigError, EngineDead, Overloaded, RequestError
 from leyden.server import chat, completions
 from leyden.server.client import EngineClient
 from leyden.server.gate import Gate
+from leyden.server.parsers import REASONING_PARSERS, TOOL_PARSERS
 from leyden.server.protocol import (
     ChatCompletion,
     ChatRequest,
@@ -60,11 +61,15 @@ def build(
     model: str,
     defaults: Mapping[str, Any] | None = None,
 ) -> fastapi.FastAPI:
-    """The application. It opens `client` when it starts and closes it when it ends.
+    """The application; ConfigError if `config` names a parser that there is not. It opens `client` when it starts and closes it when it ends.
 
     model       the model as it was given: its name, unless the config has others
     defaults    sampling values of generation_config.json: see Service
     """
+    for name, accepted in (("reasoning_parser", REASONING_PARSERS), ("tool_call_parser", TOOL_PARSERS)):
+        if getattr(config, name) not in accepted:
+            names = ", ".join(sorted(filter(None, accepted)))
+            raise ConfigError(f"--{name.replace('_', '-')} must be one of {names}, got {getattr(config, name)!r}")
     service = Service(
         config=config,
         client=client,
