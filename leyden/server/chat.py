@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: messages in; reasoning, content and tool calls out.
 
-There is one path for both ways of answering: a step of the engine becomes deltas, a stream sends them, and a whole answer
-is their sum. Reasoning and content never share a delta.
+Both ways of answering see the same events of the parser: a stream sends them as deltas, a whole answer is their sum.
+Reasoning and content never share a delta.
 """
 
 import asyncio
@@ -31,7 +31,6 @@ from leyden.server.protocol import ChatChoice, ChatCompletion, ChatRequest, Mess
 from leyden.server.service import Choice, Service, Step, advance, usage
 from leyden.server.streaming import EventStream, event, json_response, unless_disconnected
 from leyden.text.template import normalise
-from leyden.text.tokenizer import Tokenizer
 from leyden.types import Request
 
 _EFFORT_HINTS = ("low_effort", "medium_effort")  # what templates of this family call a request to think less
@@ -172,8 +171,10 @@ class _Answer:
                 events[choice.index] += self._turns[choice.index].read(step)
         prompt_logprobs = self._turns[0].choice.prompt_logprobs
         body: ChatCompletion = {
-            **self._head,
+            "id": self._head["id"],
             "object": "chat.completion",
+            "created": self._head["created"],
+            "model": self._head["model"],
             "choices": [self._choice(*found) for found in zip(self._turns, events, steps, strict=True)],
             "service_tier": None,
             "system_fingerprint": self._service.fingerprint,
@@ -289,8 +290,8 @@ class _Answer:
                 case ContentDelta(text) | ReasoningIsContent(text):
                     deltas.append({"content": text})
                 case ToolCallStart(index, id, name):
-                    function = {"name": name, "arguments": ""}
-                    deltas.append({"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]})
+                    call = {"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+                    deltas.append({"tool_calls": [call]})
                 case ToolCallArguments(index, text):
                     last = deltas[-1].get("tool_calls") if deltas else None
                     if last and last[0]["index"] == index:
@@ -324,4 +325,3 @@ class _Answer:
 
     def _fingerprint(self) -> dict[str, str]:
         return {} if self._service.fingerprint is None else {"system_fingerprint": self._service.fingerprint}
-

@@ -6,8 +6,8 @@
     InThread        a Link to an engine in a thread of this process (tests, small programs)
     drive           the loop around an engine, in whatever thread or process it has
 
-The Link to an engine in its own process is in process.py. Nothing here knows HTTP, and nothing here blocks: a reader that
-is slow finds its deltas merged into one, so the engine never waits for a client.
+The Link to an engine in its own process is in process.py. Nothing here knows HTTP, and nothing here blocks: a slow
+reader finds its deltas merged into one, so the engine never waits for a client.
 """
 
 import asyncio
@@ -199,8 +199,8 @@ class Stream:
             async for delta in stream:
                 ...
 
-    At most one delta waits per request: later ones are merged into it. With `interval` above 1 a delta is handed out once
-    it has that many tokens; the first and the last of a request never wait.
+    At most one delta waits per request: later ones are merged into it. With `interval` above 1 a delta is handed out
+    once it has that many tokens; the first and the last of a request never wait.
     """
 
     def __init__(self, ids: Iterable[str], abort: Callable[[list[str]], None], interval: int = 1):
@@ -393,7 +393,8 @@ class EngineClient:
         error = EngineDead(reason)
         for stream in set(self._streams.values()):
             stream.fail(error)
-        for future in (*self._verdicts.values(), *self._questions):
+        waiting: list[asyncio.Future[Any]] = [*self._verdicts.values(), *self._questions]
+        for future in waiting:
             if not future.done():
                 future.set_exception(error)
         self._streams.clear()

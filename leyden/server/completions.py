@@ -1,8 +1,11 @@
-"""POST /v1/completions: text (or token ids) in, more of it out. No template, no parsing: special tokens in a prompt count."""
+"""POST /v1/completions: text or token ids in, more of it out.
+
+No template and no parsing: special tokens in the text of a prompt are special, and markup in an answer is text.
+"""
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -14,7 +17,7 @@ from leyden.server.client import Stream
 from leyden.server.protocol import Completion, CompletionChoice, CompletionRequest
 from leyden.server.service import Choice, Service, Step, advance, usage
 from leyden.server.streaming import EventStream, event, json_response, unless_disconnected
-from leyden.types import Request, SamplingParams
+from leyden.types import Request, SamplingParams, TokenLogprobs
 
 
 async def create(service: Service, body: CompletionRequest, http: HttpRequest) -> Response:
@@ -56,7 +59,9 @@ def _params(service: Service, body: CompletionRequest, prompt: list[int]) -> Sam
 class _Answer:
     """One response: its choices, and the two ways of sending them."""
 
-    def __init__(self, service: Service, body: CompletionRequest, response_id: str, model: str, requests: list[Request]):
+    def __init__(
+        self, service: Service, body: CompletionRequest, response_id: str, model: str, requests: list[Request]
+    ):
         self._service = service
         self._body = body
         self._requests = requests
@@ -92,7 +97,10 @@ class _Answer:
         for text in texts:
             self._service.log_output(self._head["id"], text)
         body: Completion = {
-            **self._head,
+            "id": self._head["id"],
+            "object": "text_completion",
+            "created": self._head["created"],
+            "model": self._head["model"],
             "choices": [
                 self._choice(choice, text, logprobs.join(found) if found else None, tokens)
                 for choice, text, found, tokens in zip(choices, texts, pieces, ids, strict=True)
@@ -161,7 +169,8 @@ class _Answer:
 
     def _piece(self, choice: Choice, step: Step) -> tuple[str, dict[str, Any] | None]:
         """Text and log-probabilities of a step; the first one of an echoing choice brings the prompt along."""
-        text, ids, found = step.text, step.token_ids, list(step.logprobs or ())
+        text, ids = step.text, step.token_ids
+        found: list[TokenLogprobs | None] = list(step.logprobs or ())
         if self._body.max_tokens == 0:  # the prompt was to be scored only: what was generated for it is left out
             text, ids, found = "", [], []
         if not self._echoed[choice.index]:

@@ -1,8 +1,8 @@
 """The wire: what clients may send, what they get back, how errors look.
 
-Requests are pydantic models (the documentation at /docs comes from them); answers are TypedDicts, so that writing one costs
-no validation. Unknown fields are ignored, as OpenAI clients expect. What this server cannot do yet is refused by name, never
-ignored; ranges of sampling values are checked by leyden.types, once for HTTP and for Python callers.
+Requests are pydantic models (the documentation at /docs comes from them); answers are TypedDicts, so that writing one
+costs no validation. Unknown fields are ignored, as clients expect. What this server cannot do yet is refused by name,
+never ignored; ranges of sampling values are checked by leyden.types, once for HTTP and for Python callers.
 
 Field names, shapes and defaults: OpenAI's chat completions and completions, with the additions of vLLM 0.27.
 """
@@ -10,11 +10,11 @@ Field names, shapes and defaults: OpenAI's chat completions and completions, wit
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
-from typing_extensions import NotRequired, TypedDict  # pydantic reads those of typing from Python 3.12 on only
+from typing_extensions import TypedDict  # pydantic reads the one of typing from Python 3.12 on only
 
 from leyden.errors import RequestError
 
@@ -378,7 +378,8 @@ _TYPES = {
 
 
 def error_body(status: int, message: str, param: str | None = None) -> ErrorBody:
-    return {"error": {"message": message, "type": _TYPES.get(status, "InternalServerError"), "param": param, "code": status}}
+    kind = _TYPES.get(status, "InternalServerError")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def decode(body: bytes) -> dict[str, Any]:
@@ -420,7 +421,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     path = [str(part) for part in error["loc"] if part != "body"]
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "missing":
-        return RequestError(f"{path[0]} is required", path[0]) if path else RequestError("the body must be a JSON object")
+        return RequestError(f"{path[0] if path else 'a body'} is required", path[0] if path else None)
     shown = repr(error.get("input"))
     if len(shown) > 80:
         shown = shown[:77] + "..."

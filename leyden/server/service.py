@@ -1,7 +1,7 @@
 """What every generating endpoint shares: from a request's body to the engine, and from its deltas to text.
 
-    Service   the parts of a running server, and the rules for limits, defaults, names and ids
-    Choice    one answer while it is generated
+Service   the parts of a running server, and the rules for limits, defaults, names and ids
+Choice    one answer while it is generated
 """
 
 import itertools
@@ -47,8 +47,8 @@ Body = ChatRequest | CompletionRequest
 class Service:
     """The parts of a running server.
 
-    defaults    sampling values of the checkpoint's generation_config.json, by the names of SamplingParams; max_tokens caps
-                what a request may ask for, stop_token_ids are added to the request's
+    defaults    sampling values of the checkpoint's generation_config.json, by the names of SamplingParams; max_tokens
+                caps what a request may ask for, stop_token_ids are added to the request's
     names       what clients may call the model; the first one is written into answers
     root        where the model came from, for its card
     """
@@ -70,7 +70,8 @@ class Service:
 
     def check_model(self, name: str | None) -> str:
         if name and name not in self.names:
-            raise RequestError(f"the model {name!r} does not exist; this server has {', '.join(self.names)}", "model", 404)
+            there = ", ".join(self.names)
+            raise RequestError(f"the model {name!r} does not exist; this server has {there}", "model", 404)
         return name or self.names[0]
 
     def response_id(self, prefix: str, body: Body, http: HttpRequest) -> str:
@@ -163,9 +164,9 @@ class Service:
         room = self.max_model_len - prompt
         limit_field, limit = body.limit
         if room < 1 or (limit is not None and limit > room):
-            wanted = f"{prompt} in the prompt and {limit or 'at least 1'} of output"
             raise RequestError(
-                f"This model's maximum context length is {self.max_model_len} tokens, but this request needs more: {wanted}. "
+                f"This model's maximum context length is {self.max_model_len} tokens, but this request needs "
+                f"{prompt} in the prompt and {limit or 'at least 1'} of output. "
                 "Please reduce the length of the prompt or the number of tokens to generate.",
                 prompt_field if room < 1 else limit_field,
             )

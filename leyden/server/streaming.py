@@ -1,7 +1,7 @@
 """Answers that take time: server-sent events, and clients that go away before the end.
 
-Pure ASGI, because anything that buffers between here and the socket hides a disconnect. A client that closes its connection
-cancels the work for it at once, streaming or not; what runs in the engine is aborted by leaving its Stream.
+Pure ASGI, because anything that buffers between here and the socket hides a disconnect. A client that closes its
+connection cancels the work for it at once, streaming or not; what runs in the engine is aborted by leaving its Stream.
 """
 
 import asyncio

@@ -10,7 +10,7 @@ import pytest
 
 from leyden.testing.scripted import Case
 from leyden.text.tokenizer import Tokenizer
-from tests.server.conftest import Server, eventually, events
+from tests.server.conftest import Server, events, eventually
 
 EMOJI = "ok 🙂 안녕 שלום 世界!"
 

@@ -29,7 +29,7 @@ def alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z" if Path("/proc").exists() else True
+    return True
 
 
 def config(folder: Path, **more: Any) -> dict[str, Any]:
@@ -50,7 +50,8 @@ def with_process(link: OwnProcess, test: Callable[[EngineClient], Awaitable[None
 
 
 async def ask(client: EngineClient, tokenizer: Tokenizer, text: str, id: str = "a", max_tokens: int = 1000) -> str:
-    request = Request(id=id, prompt=tokenizer.encode(text), params=SamplingParams(max_tokens=max_tokens, logit_bias={3: 0.5}))
+    params = SamplingParams(max_tokens=max_tokens, logit_bias={3: 0.5})
+    request = Request(id=id, prompt=tokenizer.encode(text), params=params)
     ids: list[int] = []
     with await client.generate(request) as stream:
         async for delta in stream:

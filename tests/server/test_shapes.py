@@ -21,7 +21,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "g", "parameters": {"type": "object", "properties": {}}}},
 ]
 CALLS = (
-    "<tool_call>\n<function=f>\n<parameter=x>\n5\n</parameter>\n<parameter=s>\na \"b\"\n</parameter>\n</function>\n"
+    '<tool_call>\n<function=f>\n<parameter=x>\n5\n</parameter>\n<parameter=s>\na "b"\n</parameter>\n</function>\n'
     "</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>"
 )
 # What the model wrote in each recording; the rest of a shape's request is in the file.
@@ -84,7 +84,7 @@ def body_of(id: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def shaped(start: Any) -> Iterator[Server]:
-    """End-of-sequence tokens as recorded: 2 is a stop token, 11 the tokenizer's own. Steps take long enough for a chunk each."""
+    """End-of-sequence tokens as recorded: 2 is a stop token, 11 the tokenizer's own. Each step gets its own chunk."""
     with start(TEXTS, defaults={"stop_token_ids": [2]}, step_seconds=0.005) as server:
         yield server
 

@@ -27,7 +27,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def replay(tokenizer: Tokenizer, case: Case, **params: Any) -> list[Delta]:
     engine = ScriptedEngine(tokenizer, {"go": case})
-    engine.submit(Request(id="a", prompt=tokenizer.encode("go"), params=SamplingParams(**{"max_tokens": 100, **params})))
+    sampling = SamplingParams(**{"max_tokens": 100, **params})
+    engine.submit(Request(id="a", prompt=tokenizer.encode("go"), params=sampling))
     deltas: list[Delta] = []
     while engine.busy:
         deltas += engine.step()
