@@ -55,9 +55,22 @@ class Pool:
         self.tables = zeros(shape.slots, shape.pages_per_slot, dtype=torch.int32)
         self.committed = zeros(shape.slots, dtype=torch.int32)
 
-    def admit(self, slots: Tensor) -> None:
-        """Sequences start in `slots` (int64 [R]) with nothing computed. States are not cleared: past == 0 says zero."""
-        self.committed[slots] = 0
+    def admit(self, slots: Tensor, computed: Tensor) -> None:
+        """Sequences start in `slots` (int64 [R]) with `computed` tokens (int32 [R]) cached.
+
+        Where that is 0 the state needs no clearing: ops take past == 0 for zeros.
+        """
+        self.committed[slots] = computed
+
+    def copy_states(self, sources: Tensor, targets: Tensor) -> None:
+        """States of `sources` to `targets`, both int64 [N]; everything is read before anything is written."""
+        for layer in (*self.conv, *self.ssm):
+            layer[targets] = layer[sources]
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Content of pages `sources` to pages `targets`, both int64 [N]; all is read before anything is written."""
+        for layer in self.kv:
+            layer[:, targets] = layer[:, sources]
 
     def map(self, slots: Tensor, indices: Tensor, pages: Tensor) -> None:
         """Write `pages` into the page tables at (slot, index); all int64 [N]."""

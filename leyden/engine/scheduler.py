@@ -73,9 +73,7 @@ class Scheduler:
         self.quiet_eos = quiet_eos
         self.waiting: list[tuple[tuple[int, float, int], Sequence]] = []  # heap
         self.running: list[Sequence] = []
-        self.cache = PrefixCache(
-            limits.seqs + limits.snapshots, limits.pages, limits.page, keep=limits.prefix_caching
-        )
+        self.cache = PrefixCache(limits.seqs + limits.snapshots, limits.pages, limits.page, keep=limits.prefix_caching)
         self._by_id: dict[str, Sequence] = {}
         self._launched: dict[int, list[_Launch]] = {}  # id of a Plan under way
         self._moved: list[tuple[Sequence, int]] = []  # page table entries that publishing changed

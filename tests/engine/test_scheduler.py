@@ -36,11 +36,16 @@ def scenes(draw: st.DrawFn) -> tuple[Limits, list[tuple[int, Request]], dict[int
     )
     arrivals = []
     for i in range(draw(st.integers(1, 9))):
-        length = draw(st.integers(1, longest - 1))
+        length, step = draw(st.integers(1, longest - 1)), 0
         # few first tokens, so that prompts share prefixes of any length
         shared = prompt(draw(st.integers(0, 2)), draw(st.integers(0, length)))
         words = [*shared, *prompt(i, length)][:length]
-        marks = sorted(draw(st.sets(st.integers(1, length), max_size=2)))
+        if arrivals and draw(st.booleans()):  # somebody comes back
+            earlier, step = draw(st.sampled_from([(r, at) for at, r in arrivals]))
+            words = [*earlier.prompt, *expected(earlier), *words][
+                : max(length, min(longest - 1, len(earlier.prompt) + 8))
+            ]
+        marks = sorted(draw(st.sets(st.integers(1, len(words)), max_size=2)))
         made = request(
             f"r{i}",
             words,
@@ -49,7 +54,7 @@ def scenes(draw: st.DrawFn) -> tuple[Limits, list[tuple[int, Request]], dict[int
             marks=marks,
             cache_salt=draw(st.sampled_from(["", "", "other"])),
         )
-        arrivals.append((draw(st.integers(0, 12)), made))
+        arrivals.append((step + draw(st.integers(0, 25)), made))
     ids = st.sampled_from([r.id for _, r in arrivals])
     aborts = draw(st.dictionaries(st.integers(0, 40), st.lists(ids, max_size=2), max_size=4))
     return lim, arrivals, aborts, draw(st.booleans())
