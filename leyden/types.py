@@ -151,9 +151,11 @@ class Row:
     """
 
     slot: int  # index of the sequence in every device table, its state slot among them; 0 is the padding slot
+    start: int  # tokens of the sequence before this step, as far as the host knows: never less than the device says
     n: int
     tokens: list[int]
     sample: bool  # the row ends at the last known token: sample the next one
+    targets: list[int] = field(default_factory=list)  # prompt ids that follow the row's first tokens: logprobs wanted
 
 
 @dataclass(slots=True)
@@ -164,7 +166,8 @@ class Admit:
     params: SamplingParams
     seed: int
     prompt_len: int  # tokens of the prompt (min_tokens and penalties count from here)
-    tokens: list[int]  # known tokens, prompt included, if `params` need their counts or prompt_logprobs; else empty
+    stop_ids: tuple[int, ...]  # ids that would end it; masked until min_tokens are there
+    tokens: list[int]  # known tokens, prompt included, if `params` need their counts; else empty
 
 
 @dataclass(slots=True)
@@ -175,9 +178,14 @@ class Plan:
     admits: list[Admit] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, index in its page table, page)
 
-    @property
-    def tokens(self) -> int:
-        return sum(row.n for row in self.rows)
+
+@dataclass(slots=True)
+class Sampled:
+    """What a row of the step came to, on the host."""
+
+    token: int | None = None  # None: the row did not sample
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per Row.targets
 
 
 @dataclass(slots=True, kw_only=True)
