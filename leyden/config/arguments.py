@@ -72,7 +72,7 @@ class _Reader:
                 return spellings[found[0]]
             if found and len(name) > 2:
                 raise ConfigError(f"{name} is ambiguous, it could be {', '.join(sorted(found))}")
-        close = get_close_matches(name, self.spellings, n=1)
+        close = get_close_matches(name, self.spellings, n=1, cutoff=0.75)
         raise ConfigError(f"unrecognised argument {name}" + (f", did you mean {close[0]}?" if close else ""))
 
     def is_flag(self, word: str) -> bool:
@@ -239,8 +239,10 @@ def _load(path: str) -> dict[str, Any]:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not YAML: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"not YAML{place}: {error.problem}") from None
     if not isinstance(data, dict | None):
         raise ConfigError(f"expected flags and values, got {type(data).__name__}")
     return data or {}

@@ -11,8 +11,9 @@ A row of the table has these keys, the last ones only where they say something:
     keys        of an object: the keys it may have, each with its choices or null
     group, help, common (shown on the first page of --help)
     treatment   effect; no-effect (accepted, one log line with the reason); refuse (an error with the reason)
+    reason      why; with effect: why values that are not in `accepts` have none. "not yet: ..." is work to come
     always      with effect: what the flag asks for is always done
-    accepts     values other than the default that need no reason
+    accepts     values other than the default that the treatment does not concern: honoured, or harmless
     cpu         why the flag has no effect on a CPU
     since       0.33: known to newer vLLM only, older: to older vLLM only, leyden: to leyden only
 
@@ -96,6 +97,19 @@ class Flag:
             choices = self.keys[key]
             if choices and item not in choices:
                 raise ConfigError(f"{self.name}: {key} must be one of {listed(choices)}, got {item!r}")
+
+
+def shown(flag: Flag, value: Any) -> str:
+    """A flag and its value as one would type them."""
+    if flag.type == "switch":
+        return flag.name if value else flag.negations()[0]
+    text = value if isinstance(value, str) else json.dumps(value)
+    return f"{flag.name} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def because(what: str, reason: str) -> str:
+    """`what` and why; reasons that begin with "not yet" are about work to come."""
+    return f"{what} yet: {reason.removeprefix('not yet: ')}" if reason.startswith("not yet: ") else f"{what}: {reason}"
 
 
 def listed(words: Any) -> str:
@@ -194,6 +208,8 @@ def table() -> tuple[tuple[Group, ...], tuple[Flag, ...]]:
     """Groups and flags of `leyden serve`, in the order in which --help shows them."""
     data = json.loads((files("leyden.config") / "flags.json").read_text(encoding="utf-8"))
     groups = tuple(Group(name, row["about"], tuple(row["also"])) for name, row in data["groups"].items())
-    tuples = ("names", "choices", "accepts")
-    rows = [{key: tuple(v) if key in tuples else v for key, v in row.items()} for row in data["flags"]]
-    return groups, tuple(Flag(**row) for row in rows)
+    return groups, tuple(Flag(**{key: _frozen(key, item) for key, item in row.items()}) for row in data["flags"])
+
+
+def _frozen(key: str, item: Any) -> Any:
+    return tuple(item) if key in ("names", "choices", "accepts") else item
