@@ -10,10 +10,11 @@ Field names, shapes and defaults: OpenAI's chat completions and completions, wit
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
+from typing_extensions import NotRequired, TypedDict  # pydantic reads those of typing from Python 3.12 on only
 
 from leyden.errors import RequestError
 
@@ -243,6 +244,8 @@ class CompletionRequest(Generation):
 
     @property
     def limit(self) -> tuple[str, int | None]:
+        if self.max_tokens == 0 and self.echo:  # score the prompt; the one token that is generated is not shown
+            return "max_tokens", 1
         return "max_tokens", 16 if self.max_tokens is None else self.max_tokens
 
     @property
