@@ -1,4 +1,4 @@
-"""What `leyden chat` and `leyden complete` share: flags, and a server spoken to over HTTP."""
+"""What `leyden chat` and `leyden complete` share: flags, the screen, and a server spoken to over HTTP."""
 
 import json
 import os
@@ -37,8 +37,15 @@ def values(title: str, about: str, argv: Sequence[str], flags: Sequence[Flag]) -
     return parse(argv, flags).values
 
 
-def lines(console: Console) -> Iterator[str]:
+def say(text: str, style: str = "") -> None:
+    """Print as it is, without a line end. A model cannot steer the terminal: escape characters are shown."""
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
+    console.print(text.replace("\x1b", "␛"), end="", style=style, markup=False)
+
+
+def lines() -> Iterator[str]:
     """What the user types, until the end of the input; empty lines are left out."""
+    console = Console()
     while True:
         try:
             line = console.input("[bold]> [/]").strip()
@@ -58,7 +65,7 @@ class Server:
         timeout = httpx.Timeout(None, connect=10)
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
         self._stats = bool(values.get("stats"))
-        self._usage: dict[str, Any] = {}
+        self._tokens = 0
         self._times: list[float] = []
         self.model = str(values.get("model_name") or self._first_model())
 
@@ -71,7 +78,7 @@ class Server:
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The choices of an answer, piece by piece."""
         body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}} | body
-        self._usage, self._times = {}, [time.monotonic()]
+        self._tokens, self._times = 0, [time.monotonic()]
         try:
             with self._http.stream("POST", path, json=body) as response:
                 self._check(response)
@@ -81,27 +88,27 @@ class Server:
                     chunk = json.loads(line.removeprefix("data: "))
                     if "error" in chunk:
                         raise LeydenError(chunk["error"]["message"])
-                    self._usage = chunk.get("usage") or self._usage
+                    self._tokens = (chunk.get("usage") or {}).get("completion_tokens", self._tokens)
                     self._times.append(time.monotonic())
                     yield from chunk["choices"]
         except httpx.HTTPError as error:
             raise LeydenError(f"{self.url}: {error}") from None
 
-    def report(self, console: Console) -> None:
-        """With --stats: tokens and times of the last answer."""
-        count = self._usage.get("completion_tokens", 0)
-        if self._stats and count and len(self._times) > 1:
-            first, whole = self._times[1] - self._times[0], self._times[-1] - self._times[0]
-            rate = (count - 1) / (whole - first) if whole > first else 0.0
-            console.print(f"[dim]{count} tokens, first after {first:.2f} s, then {rate:.1f} per second[/]")
+    def report(self) -> str:
+        """With --stats: a line with tokens and times of the last answer; else nothing."""
+        if not (self._stats and self._tokens and len(self._times) > 1):
+            return ""
+        first, rest = self._times[1] - self._times[0], self._times[-1] - self._times[1]
+        rate = f", then {(self._tokens - 1) / rest:.1f} per second" if rest else ""
+        return f"{self._tokens} tokens, the first after {first:.2f} s{rate}\n"
 
     def _first_model(self) -> str:
         try:
             response = self._http.get("/models")
-            self._check(response)
-            return str(response.json()["data"][0]["id"])
         except httpx.HTTPError as error:
-            raise LeydenError(f"no server answers at {self.url}: {error}; start one with leyden serve") from None
+            raise LeydenError(f"no server answers at {self.url} ({error}); start one with leyden serve") from None
+        self._check(response)
+        return str(response.json()["data"][0]["id"])
 
     def _check(self, response: httpx.Response) -> None:
         if response.is_success:

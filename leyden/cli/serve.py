@@ -1,6 +1,7 @@
 """`leyden serve`: flags → configurations → engine process → HTTP server."""
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from leyden.config.folder import resolve
 from leyden.config.generation import GenerationDefaults
 from leyden.config.launch import Launch
 from leyden.config.server import ServerConfig
+from leyden.errors import ConfigError
 
 logger = log.get(__name__)
 
@@ -49,6 +51,7 @@ def run(launch: Launch, started: float) -> int:
     from leyden.text.template import ChatTemplate
     from leyden.text.tokenizer import Tokenizer
 
+    check_address(launch.server)
     folder = resolve(launch.engine.model, launch.engine.revision)
     texts = resolve(launch.tokenizer) if launch.tokenizer else folder
     tokenizer = Tokenizer.from_folder(texts)
@@ -68,6 +71,17 @@ def run(launch: Launch, started: float) -> int:
     return app.serve(
         app.build(launch.server, client, tokenizer, template, model=model, defaults=defaults), launch.server, client
     )
+
+
+def check_address(config: ServerConfig) -> None:
+    """Whether the address is free: better known now than after a minute of loading."""
+    if config.uds:
+        return
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        socket.create_server((config.host, config.port), family=family).close()
+    except OSError as error:
+        raise ConfigError(f"--host {config.host} --port {config.port}: {error.strerror or error}") from None
 
 
 def sampling_defaults(config: EngineConfig, folder: Path) -> dict[str, Any]:
@@ -91,7 +105,7 @@ def banner(launch: Launch, facts: Mapping[str, Any], seconds: float) -> None:
 
 def _rows(launch: Launch, facts: Mapping[str, Any], seconds: float) -> list[tuple[str, str]]:
     names = ", ".join(launch.server.served_model_name)
-    size = f"{facts['parameters'] / 1e6:,.1f} M parameters, {facts['weight_bytes'] / GIB:.2f} GiB"
+    size = f"{facts['parameters'] / 1e6:,.1f} million parameters in {_bytes(facts['weight_bytes'])}"
     tokens, longest = facts["cache_tokens"], facts["max_model_len"]
     return [
         ("model", launch.engine.model + (f" as {names}" if names else "")),
@@ -105,6 +119,10 @@ def _rows(launch: Launch, facts: Mapping[str, Any], seconds: float) -> list[tupl
         ("url", url(launch.server)),
         ("ready", f"after {seconds:.1f} s"),
     ]
+
+
+def _bytes(count: int) -> str:
+    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
 
 
 def url(config: ServerConfig) -> str:

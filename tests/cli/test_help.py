@@ -55,7 +55,12 @@ def test_flags_by_name():
 
 
 def test_what_an_entry_says():
-    some: dict[str, Any] = {"choices": ("a", "b", "c"), "accepts": ("b",), "reason": "not yet: because", "cpu": "no GPU"}
+    some: dict[str, Any] = {
+        "choices": ("a", "b", "c"),
+        "accepts": ("b",),
+        "reason": "not yet: because",
+        "cpu": "no GPU",
+    }
     flag = Flag(names=("--x", "-x"), dest="x", type="text", group="", help="help", default="a", **some)
     text = pages.page("", "", "x", (), [flag])
     assert " ".join(text.split()) == (
