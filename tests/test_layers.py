@@ -13,7 +13,8 @@ FILES = sorted((ROOT / "leyden").rglob("*.py"))
 
 # From the left to the right: a file imports from the right of its own group, and from its own folder.
 LAYERS = [
-    {"cli", "__main__", "testing"},
+    {"__main__"},
+    {"cli", "testing"},
     {"server", "quantize", "train", "bench", "llm"},
     {"engine"},
     {"spec"},
