@@ -78,7 +78,9 @@ class ServerConfig:
         ):
             value = getattr(self, name)
             if value < low or (high is not None and value > high):
-                raise ConfigError(f"--{_flag(name)} must be {low} or more{f', up to {high}' if high else ''}, got {value}")
+                raise ConfigError(
+                    f"--{_flag(name)} must be {low} or more{f', up to {high}' if high else ''}, got {value}"
+                )
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together: give both or none")
         if self.fingerprint_mode == "custom" and not self.fingerprint_value:

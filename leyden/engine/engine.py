@@ -1,5 +1,6 @@
 """The loop: plan (host), run (device), commit (host)."""
 
+import os
 import time
 from typing import Any
 
@@ -20,6 +21,9 @@ from leyden.model.nemotron import Nemotron
 from leyden.types import Delta, EngineStats, Plan, Request
 
 logger = log.get(__name__)
+
+# Bytes of weights from which the ops of a step are long enough for threads to share on a CPU.
+_SHARED = 64 * 2**20
 
 
 class Engine:
@@ -70,6 +74,12 @@ class Engine:
             checkpoint.dummy(model, config.seed)
         else:
             checkpoint.load(model, folder)
+        if (
+            device.type == "cpu"
+            and sum(p.nbytes for p in model.parameters()) < _SHARED
+            and not os.getenv("OMP_NUM_THREADS")
+        ):
+            torch.set_num_threads(1)
         split = divide(config, architecture, dtype, device)
         engine = cls(
             model.eval().requires_grad_(False),

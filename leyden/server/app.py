@@ -1,7 +1,7 @@
 """The HTTP server: routes, error shapes, and the program around them.
 
-    build    the FastAPI application over an engine client (tests call it without a socket)
-    serve    uvicorn around it, until it is told to stop or the engine is gone
+build    the FastAPI application over an engine client (tests call it without a socket)
+serve    uvicorn around it, until it is told to stop or the engine is gone
 """
 
 import asyncio
@@ -84,7 +84,12 @@ def build(
 
     docs = {"docs_url": None, "redoc_url": None, "openapi_url": None} if config.disable_fastapi_docs else {}
     app = fastapi.FastAPI(
-        title="leyden", version=__version__, lifespan=lifespan, root_path=config.root_path, redirect_slashes=False, **docs
+        title="leyden",
+        version=__version__,
+        lifespan=lifespan,
+        root_path=config.root_path,
+        redirect_slashes=False,
+        **docs,
     )
     app.router.route_class = _JsonRoute
     app.state.running = 0
@@ -182,7 +187,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
     stream = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 
-    @app.post("/v1/chat/completions", response_model=None, responses={200: {"model": ChatCompletion, **stream}, **_ERRORS})
+    @app.post(
+        "/v1/chat/completions", response_model=None, responses={200: {"model": ChatCompletion, **stream}, **_ERRORS}
+    )
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         return await chat.create(service, body, http)
 
@@ -292,7 +299,9 @@ def serve(app: fastapi.FastAPI, config: ServerConfig, client: EngineClient) -> i
     if config.disable_access_log_for_endpoints:
         logging.getLogger("uvicorn.access").addFilter(_Quiet(config.disable_access_log_for_endpoints))
     if not config.local and not config.api_key:
-        logger.warning("whoever reaches %s port %d can use this server: --api-key restricts it", config.host, config.port)
+        logger.warning(
+            "whoever reaches %s port %d can use this server: --api-key restricts it", config.host, config.port
+        )
 
     async def main() -> int:
         server = _Server(settings)

@@ -56,7 +56,9 @@ def _params(service: Service, body: CompletionRequest, prompt: list[int]) -> Sam
 class _Answer:
     """One response: its choices, and the two ways of sending them."""
 
-    def __init__(self, service: Service, body: CompletionRequest, response_id: str, model: str, requests: list[Request]):
+    def __init__(
+        self, service: Service, body: CompletionRequest, response_id: str, model: str, requests: list[Request]
+    ):
         self._service = service
         self._body = body
         self._requests = requests

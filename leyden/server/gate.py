@@ -1,9 +1,9 @@
 """What every HTTP request passes first: its id, its key, its size. One pure ASGI layer, so that streams stay streams.
 
-    X-Request-Id     kept if it is a sane one, made up otherwise; always sent back
-    Host             must be one of `allowed_hosts`, if there are any (a web page cannot pose as this machine)
-    API keys         Bearer or x-api-key, for everything but OPEN; compared in constant time, over all keys
-    body             at most `max_body_bytes`
+X-Request-Id     kept if it is a sane one, made up otherwise; always sent back
+Host             must be one of `allowed_hosts`, if there are any (a web page cannot pose as this machine)
+API keys         Bearer or x-api-key, for everything but OPEN; compared in constant time, over all keys
+body             at most `max_body_bytes`
 """
 
 import hashlib
@@ -72,7 +72,9 @@ class Gate:
         host = headers.get("host", "")
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if self._hosts and name not in self._hosts:
-            raise RequestError(f"this server is not reachable as {name!r}; --allowed-hosts says under which names it is", status=403)
+            raise RequestError(
+                f"this server is not reachable as {name!r}; --allowed-hosts says under which names it is", status=403
+            )
         path: str = scope["path"].removeprefix(self._root_path)
         if self._digests and path not in OPEN and scope["method"] != "OPTIONS" and not self._knows(headers):
             raise RequestError("a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY", status=401)

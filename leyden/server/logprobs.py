@@ -87,7 +87,9 @@ def prompt(names: Names, tokens: Sequence[TokenLogprobs | None]) -> list[dict[st
             entries.append(None)
             continue
         ranked = [(token.token_id, token.logprob, token.rank)]
-        ranked += [(id, value, rank) for rank, (id, value) in enumerate(zip(token.top_ids, token.top_logprobs, strict=True), 1)]
+        ranked += [
+            (id, value, rank) for rank, (id, value) in enumerate(zip(token.top_ids, token.top_logprobs, strict=True), 1)
+        ]
         entries.append(
             {
                 str(id): {"logprob": max(value, _FLOOR), "rank": rank, "decoded_token": names(id)}

@@ -373,7 +373,9 @@ _TYPES = {
 
 
 def error_body(status: int, message: str, param: str | None = None) -> ErrorBody:
-    return {"error": {"message": message, "type": _TYPES.get(status, "InternalServerError"), "param": param, "code": status}}
+    return {
+        "error": {"message": message, "type": _TYPES.get(status, "InternalServerError"), "param": param, "code": status}
+    }
 
 
 def decode(body: bytes) -> dict[str, Any]:
@@ -415,7 +417,9 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     path = [str(part) for part in error["loc"] if part != "body"]
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "missing":
-        return RequestError(f"{path[0]} is required", path[0]) if path else RequestError("the body must be a JSON object")
+        return (
+            RequestError(f"{path[0]} is required", path[0]) if path else RequestError("the body must be a JSON object")
+        )
     shown = repr(error.get("input"))
     if len(shown) > 80:
         shown = shown[:77] + "..."

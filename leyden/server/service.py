@@ -1,7 +1,7 @@
 """What every generating endpoint shares: from a request's body to the engine, and from its deltas to text.
 
-    Service   the parts of a running server, and the rules for limits, defaults, names and ids
-    Choice    one answer while it is generated
+Service   the parts of a running server, and the rules for limits, defaults, names and ids
+Choice    one answer while it is generated
 """
 
 import itertools
@@ -70,7 +70,9 @@ class Service:
 
     def check_model(self, name: str | None) -> str:
         if name and name not in self.names:
-            raise RequestError(f"the model {name!r} does not exist; this server has {', '.join(self.names)}", "model", 404)
+            raise RequestError(
+                f"the model {name!r} does not exist; this server has {', '.join(self.names)}", "model", 404
+            )
         return name or self.names[0]
 
     def response_id(self, prefix: str, body: Body, http: HttpRequest) -> str:

@@ -198,7 +198,9 @@ def read(file: str | Path) -> dict[str, Case]:
         raise ConfigError(f"{file} must hold {{'cases': {{ID: {{'text': ...}}}}}}: {error!r}") from None
 
 
-def engine(folder: str, cases: dict[str, dict[str, Any]], max_model_len: int = 2048, step_seconds: float = 0.0) -> ScriptedEngine:
+def engine(
+    folder: str, cases: dict[str, dict[str, Any]], max_model_len: int = 2048, step_seconds: float = 0.0
+) -> ScriptedEngine:
     """Factory for an engine in its own process: `folder` holds the tokenizer."""
     tokenizer = Tokenizer.from_folder(folder)
     scripted = {key: Case(**case) for key, case in cases.items()}
@@ -226,7 +228,9 @@ def running(app: fastapi.FastAPI) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m leyden.testing.scripted", description="A server that replays texts.")
+    parser = argparse.ArgumentParser(
+        prog="python -m leyden.testing.scripted", description="A server that replays texts."
+    )
     parser.add_argument("file", help='JSON: {"cases": {ID: {"text": ...}}}')
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
