@@ -15,8 +15,7 @@ class Context:
     """Rows of at most width + 1 tokens come first (`narrow`), longer ones after (`wide`); either part may be empty.
 
     A mixer handles each part with one op call on its slice of the [T, ...] batch: `narrow` covers the first
-    narrow.tokens tokens, `wide` the rest. `whole` is both together, for ops that do not care (KV writes, attention
-    without a decode kernel).
+    narrow.tokens tokens, `wide` the rest.
     """
 
     narrow: Rows

@@ -1,19 +1,57 @@
 """The op table: every numerical step of the network and of the sampler.
 
-T tokens of a ragged batch, R rows (see rows.Rows), H hidden size, V vocabulary. "state" arguments are one layer's slice
-of the pool and are written in place at rows.slots; with rows.slots None nothing is read or written. Each op's reference
-(ops/reference) states the formula and its source; kernels (ops/triton, ops/cpu) must agree with it.
+T tokens of a ragged batch, R rows (see rows.Rows), H hidden size, V vocabulary, G groups, N state size. Each op's
+reference (ops/reference) states the formula and its source; kernels (ops/triton, ops/cpu) must agree with it. `state`
+and `cache` arguments are one layer's slice of the pool, written in place at rows.slots and rows.pages; a state of None
+means zeros before and nothing after. Rows with slot 0 are padding: their results mean nothing, their writes do no harm.
 
+    embed(tokens[T], weight: Weight[V,H]) -> [T,H]
     rms_norm(x[T,H], weight[H], eps) -> [T,H]                        fp32 inside, weight in fp32, rounded once
-    add_rms_norm(x[T,H], residual[T,H], weight, eps) -> ([T,H], [T,H])   (norm of the sum, the sum)
+    add_rms_norm(x[T,H], residual[T,H], weight[H], eps) -> ([T,H], [T,H])    (norm of the sum, the sum)
     linear(x[T,K], weight: Weight[N,K]) -> [T,N]
     mlp(x[T,K], up: Weight[I,K], down: Weight[N,I]) -> [T,N]         down(relu(up x)^2)
-    route(x[T,H], gate[E,H], bias[E], k, ...) -> (ids[T,k], weights[T,k])
-    experts(x[T,K], ids, weights, up: Weight[E,I,K], down: Weight[E,N,I]) -> [T,N]
-    causal_conv(x[T,C], weight[C,K], bias[C]|None, state[S,K-1,C], rows) -> [T,C]     SiLU included
-    ssd_scan(x, dt, B, C, A, D, dt_bias, dt_limit, chunk, state, rows) -> y           prefill, any row lengths
-    gated_norm(y[T,I], z[T,I], weight[I], groups, eps) -> [T,I]      gate first, then group RMSNorm
-    mamba_step(...)  one-token rows: conv, dt, state update, gate and norm in one
-    kv_write(k, v, cache, rows) ; attention(q, cache, rows) -> [T,heads,dim] ; attention_packed(q, k, v, rows)
-    adjust_logits, sample, logprobs: the sampler
+    route(x[T,H], gate[E,H], bias[E], k, groups, kept, normalize, scale) -> (ids[T,k] int64, weights[T,k] fp32)
+    experts(x[T,K], ids[T,k], weights[T,k], up: Weight[E,I,K], down: Weight[E,N,I]) -> [T,N]
+    causal_conv(x[T,C], weight[C,K], bias[C]|None, state[S,K-1,C]|None, rows) -> [T,C]    SiLU included
+    ssd_scan(x[T,heads,dim], dt[T,heads], B[T,G,N], C[T,G,N], A_log[heads], D[heads], dt_bias[heads], dt_limit, chunk,
+             state[S,heads,dim,N]|None, rows) -> y[T,heads,dim]      rows of any length
+    gated_norm(y[T,I], z[T,I], weight[I], groups, eps) -> [T,I]      gate first, then RMSNorm of each group
+    mamba_step(projected[R,I+C+heads], conv_weight[C,K], conv_bias[C]|None, A_log, D, dt_bias, dt_limit, norm_weight[I],
+               groups, eps, conv_state, ssm_state, rows) -> [R,I]    rows of one token: the four steps above in one
+    kv_write(k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows)
+    attention(q[T,heads,dim], cache[2,pages,page,kv,dim], rows) -> [T,heads,dim]    causal, the rows' own keys included
+    attention_packed(q[T,heads,dim], k[T,kv,dim], v[T,kv,dim], rows) -> [T,heads,dim]    the same without a cache
+    penalize(logits[R,V] fp32, counts[R,V], seen[R,V], presence[R], frequency[R], repetition[R]) -> [R,V]
+    sample(logits[R,V] fp32, temperature[R], top_k[R], top_p[R], min_p[R], seed[R], position[R]) -> ids[R] int64
+    logprobs(logits[R,V] fp32, ids[R], k) -> (own[R], rank[R], top ids[R,k], top[R,k])
+
+With states and caches left out every op is differentiable (training runs the same ops).
 """
+
+from leyden.ops.reference import attention as _attention
+from leyden.ops.reference import linear as _linear
+from leyden.ops.reference import mamba as _mamba
+from leyden.ops.reference import moe as _moe
+from leyden.ops.reference import norm as _norm
+from leyden.ops.reference import sample as _sample
+from leyden.ops.registry import Op, using
+
+__all__ = ["Op", "using"]
+
+embed = Op(_linear.embed)
+rms_norm = Op(_norm.rms_norm)
+add_rms_norm = Op(_norm.add_rms_norm)
+linear = Op(_linear.linear)
+mlp = Op(_linear.mlp)
+route = Op(_moe.route)
+experts = Op(_moe.experts)
+causal_conv = Op(_mamba.causal_conv)
+ssd_scan = Op(_mamba.ssd_scan)
+gated_norm = Op(_norm.gated_norm)
+mamba_step = Op(_mamba.mamba_step)
+kv_write = Op(_attention.kv_write)
+attention = Op(_attention.attention)
+attention_packed = Op(_attention.attention_packed)
+penalize = Op(_sample.penalize)
+sample = Op(_sample.sample)
+logprobs = Op(_sample.logprobs)

@@ -132,6 +132,16 @@ class ChatTemplate:
             position = special.end()
         return ids + self._tokenizer.encode(text[position:].replace(mark, ""), special=False)
 
+    def marks(self, ids: Sequence[int]) -> list[int]:
+        """Lengths at which later prompts are likely to leave this one: the state is worth keeping there.
+
+        The end of the system block, which conversations with the same tools share, and the last header: behind it the
+        next prompt of this conversation has the answer in another form (thinking dropped or closed at once).
+        """
+        turn = self._tokenizer.added.get("<|im_start|>")
+        starts = [i for i, id in enumerate(ids) if id == turn]
+        return [starts[1], starts[-1]] if len(starts) > 2 else starts[1:]
+
     def _render(
         self,
         messages: Sequence[Message],

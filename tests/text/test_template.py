@@ -296,3 +296,12 @@ def test_rendering_equals_transformers(folder, template, tokenizer):
         expected = reference.apply_chat_template(*given, **options, **kwargs, tokenize=False)
         assert template.render(*given, **options, kwargs=kwargs) == expected
     assert reference.encode(expected, add_special_tokens=False) == tokenizer.encode(expected)
+
+
+def test_marks_are_the_end_of_the_system_block_and_the_last_header(template, tokenizer):
+    ids = template.encode([{"role": "system", "content": "S"}, user("U")])
+    assert [tokenizer.decode(ids[:mark]) for mark in template.marks(ids)] == [
+        "<|im_start|>system\nS<|im_end|>\n",
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n",
+    ]
+    assert template.marks(tokenizer.encode("no turns at all")) == []

@@ -1,0 +1,200 @@
+"""The loop: plan (host), run (device), commit (host)."""
+
+import os
+import time
+from typing import Any
+
+import torch
+
+from leyden import log
+from leyden.cache.pool import Pool
+from leyden.config.engine import EngineConfig
+from leyden.config.folder import resolve
+from leyden.config.model import ModelConfig
+from leyden.engine.memory import Split, divide, dtype_of
+from leyden.engine.runner import Runner, StepOutput
+from leyden.engine.sampler import Sampler
+from leyden.engine.scheduler import Limits, Scheduler
+from leyden.errors import ConfigError, RequestError
+from leyden.model import checkpoint
+from leyden.model.nemotron import Nemotron
+from leyden.types import Delta, EngineStats, Plan, Request
+
+logger = log.get(__name__)
+
+# Bytes of weights from which the ops of a step are long enough for threads to share on a CPU.
+_SHARED = 64 * 2**20
+
+
+class Engine:
+    """One model on one device, serving any number of requests.
+
+    submit() and abort() queue work; each step() launches one device step and returns what the step before (with async
+    scheduling) or this step (without) brought.
+    """
+
+    def __init__(self, model: Nemotron, split: Split, *, overlap: bool = False, max_logprobs: int = 20, **limits: Any):
+        shape = split.shape
+        device = next(model.parameters()).device
+        self.config = model.config
+        self.max_model_len = shape.max_model_len
+        self.max_logprobs = max_logprobs
+        self.split = split
+        self.scheduler = Scheduler(
+            Limits(
+                seqs=split.seqs,
+                snapshots=shape.slots - 1 - split.seqs,
+                pages=shape.pages - 1,
+                page=shape.page,
+                max_model_len=shape.max_model_len,
+                step_tokens=split.step_tokens,
+                row_tokens=limits.pop("row_tokens", 0),
+                policy=limits.pop("policy", "fcfs"),
+                prefix_caching=limits.pop("prefix_caching", True),
+            ),
+            eos_token_ids=model.config.eos_token_ids,
+            quiet_eos=model.config.tokenizer_eos_id,
+            **limits,
+        )
+        pool = Pool(model.config, shape, device)
+        self.runner = Runner(model, pool, Sampler(shape.slots, model.config.vocab_size, device))
+        self._overlap = overlap
+        self._launched: tuple[Plan, StepOutput] | None = None
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> "Engine":
+        """Read a checkpoint and get ready. Raises ConfigError or CheckpointError."""
+        started = time.monotonic()
+        device = _device(config.device)
+        folder = resolve(config.model, config.revision)
+        architecture = ModelConfig.from_folder(folder, config.hf_overrides)
+        dtype = dtype_of(config.dtype, getattr(torch, architecture.dtype), "--dtype")
+        model = checkpoint.build(architecture, dtype, device)
+        if config.load_format == "dummy":
+            checkpoint.dummy(model, config.seed)
+        else:
+            checkpoint.load(model, folder)
+        if (
+            device.type == "cpu"
+            and sum(p.nbytes for p in model.parameters()) < _SHARED
+            and not os.getenv("OMP_NUM_THREADS")
+        ):
+            torch.set_num_threads(1)
+        split = divide(config, architecture, dtype, device)
+        engine = cls(
+            model.eval().requires_grad_(False),
+            split,
+            overlap=device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
+            max_logprobs=config.max_logprobs,
+            row_tokens=config.long_prefill_token_threshold,
+            policy=config.scheduling_policy,
+            prefix_caching=config.enable_prefix_caching is not False,
+            seed=config.seed,
+        )
+        logger.info("engine ready in %.1f s: %s", time.monotonic() - started, split)
+        return engine
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for the banner and for clients."""
+        parameters = sum(p.numel() for p in self.runner.model.parameters())
+        weights = sum(p.numel() * p.element_size() for p in self.runner.model.parameters())
+        return {
+            "device": str(self.runner.pool.committed.device),
+            "dtype": str(self.split.shape.conv_dtype).removeprefix("torch."),
+            "parameters": parameters,
+            "weight_bytes": weights,
+            "memory": str(self.split),
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.split.seqs,
+            "max_num_batched_tokens": self.split.step_tokens,
+            "cache_tokens": self.split.cache_tokens,
+            "max_logprobs": self.max_logprobs,
+            "async_scheduling": self._overlap,
+            "vocab_size": self.config.vocab_size,
+        }
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestError if it can never be served as asked."""
+        self._validate(request)
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; a last Delta with finish_reason "abort" comes with the next step. Unknown ids are ignored."""
+        self.scheduler.abort(request_id)
+
+    @property
+    def busy(self) -> bool:
+        """Whether step() has anything to do."""
+        return self._launched is not None or self.scheduler.unfinished
+
+    def step(self) -> list[Delta]:
+        """Launch a step, commit a step. Async scheduling is nothing but committing one launch late."""
+        plan = self.scheduler.plan()
+        out = self.scheduler.drain()
+        launched = None
+        if plan is not None:
+            try:
+                launched = (plan, self.runner.run(plan))
+            except torch.AcceleratorError:
+                raise  # the device is in an unknown state: this process is of no more use
+            except Exception as error:
+                logger.exception("a step failed; its %d requests end with an error", len(plan.rows))
+                out += self.scheduler.fail(plan, f"{type(error).__name__} in the engine; see the server's log")
+        if self._overlap:
+            finished, self._launched = self._launched, launched
+        else:
+            finished = launched
+        if finished is not None:
+            plan, output = finished
+            out += self.scheduler.commit(plan, output.read())
+        return out
+
+    def stats(self) -> EngineStats:
+        return self.scheduler.stats()
+
+    def check(self) -> None:
+        """Assert the sums of the cache; with nothing under way, that everything is free."""
+        self.scheduler.check()
+
+    def close(self) -> None:
+        """Forget every request. The engine must not be stepped again."""
+        self._launched = None
+
+    def _validate(self, request: Request) -> None:
+        params, length = request.params, len(request.prompt)
+        if not request.prompt:
+            raise RequestError("the prompt must hold at least one token", "prompt")
+        if length >= self.max_model_len:
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens, but the prompt alone has "
+                f"{length} tokens and at least 1 is to be generated. Please reduce the length of the prompt.",
+                "prompt",
+            )
+        vocab = self.config.vocab_size
+        if not all(0 <= token < vocab for token in request.prompt):
+            raise RequestError(f"prompt token ids must be between 0 and {vocab - 1}", "prompt")
+        for name, ids in (
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            if bad := [token for token in ids if not 0 <= token < vocab]:
+                raise RequestError(f"{name}: token ids must be between 0 and {vocab - 1}, got {bad[0]}", name)
+        for name in ("logprobs", "prompt_logprobs"):
+            k = getattr(params, name)
+            if k is not None and self.max_logprobs >= 0 and not 0 <= k <= self.max_logprobs:
+                raise RequestError(f"{name} must be between 0 and {self.max_logprobs} (--max-logprobs), got {k}", name)
+        if self.scheduler.has(request.id):
+            raise RequestError(f"a request with the id {request.id!r} is running already", "request_id")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda, but PyTorch sees no CUDA device; use --device cpu or check the driver")
+    return device

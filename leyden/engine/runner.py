@@ -1,0 +1,88 @@
+"""Runs one step on the device: apply the plan's diff, forward, sample, commit. Returns before the device is done."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from leyden.cache.pool import Pool
+from leyden.engine.batch import build
+from leyden.engine.sampler import Drawn, Sampler
+from leyden.model.nemotron import Nemotron
+from leyden.types import Plan, Sampled, TokenLogprobs
+
+
+class Runner:
+    """The model, its pool and its sampler, all on one device."""
+
+    def __init__(self, model: Nemotron, pool: Pool, sampler: Sampler):
+        self.model = model
+        self.pool = pool
+        self.sampler = sampler
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> "StepOutput":
+        self._apply(plan)
+        rows = plan.rows
+        batch = build(rows, self.pool, self.sampler.last)
+        hidden, _ = self.model(batch.tokens, batch.context)
+        prompt = {}
+        for i, (row, end) in enumerate(zip(rows, _ends(plan), strict=True)):
+            if row.targets:
+                first = end - row.n
+                logits = self.model.logits(hidden[first : first + len(row.targets)])
+                prompt[i] = self.sampler.prompt_logprobs(row, logits)
+        sampling = [i for i, row in enumerate(rows) if row.sample]
+        drawn = None
+        if sampling:
+            at = torch.tensor(sampling, device=hidden.device)
+            slots, ends = batch.slots[at], batch.ends[at]
+            positions = batch.context.positions[ends].long() + 1
+            drawn = self.sampler.sample([rows[i] for i in sampling], slots, positions, self.model.logits(hidden[ends]))
+        self.pool.commit(batch.slots, batch.lens)
+        if plan.snapshots:
+            self.pool.copy_states(*self._columns(plan.snapshots))
+        return StepOutput(len(rows), sampling, drawn, prompt)
+
+    def _apply(self, plan: Plan) -> None:
+        pool = self.pool
+        if plan.admits:
+            slots, computed = self._columns([(admit.slot, admit.computed) for admit in plan.admits])
+            pool.admit(slots, computed.int())
+            self.sampler.admit(plan.admits)
+        if restored := [(admit.source, admit.slot) for admit in plan.admits if admit.source]:
+            pool.copy_states(*self._columns(restored))
+        if plan.copies:
+            pool.copy_pages(*self._columns(plan.copies))
+        if plan.pages:
+            pool.map(*self._columns(plan.pages))
+
+    def _columns(self, entries: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+        return torch.tensor(entries, device=self.sampler.last.device).unbind(-1)
+
+
+def _ends(plan: Plan) -> list[int]:
+    ends, total = [], 0
+    for row in plan.rows:
+        total += row.n
+        ends.append(total)
+    return ends
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """A launched step: what it samples is still on the device."""
+
+    rows: int
+    sampling: list[int]  # rows that sample
+    drawn: Drawn | None
+    prompt: dict[int, list[TokenLogprobs]]  # row -> prompt log-probabilities
+
+    def read(self) -> list[Sampled]:
+        """One Sampled per row of the plan. Waits for the device."""
+        results = [Sampled(prompt_logprobs=self.prompt.get(i, [])) for i in range(self.rows)]
+        if self.drawn is not None:
+            for i, sampled in zip(self.sampling, self.drawn.read(), strict=True):
+                results[i].token, results[i].logprobs = sampled.token, sampled.logprobs
+        return results

@@ -1,0 +1,37 @@
+"""The attention mixer, letter *: grouped queries, causal, no rotary embedding."""
+
+import torch
+from torch import Tensor, nn
+
+from leyden import ops
+from leyden.config.model import ModelConfig
+from leyden.formats import Weight
+from leyden.model.context import Context
+
+
+class Attention(nn.Module):
+    """`index` counts the attention layers: it finds this layer's keys and values in the pool."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype):
+        super().__init__()
+        hidden, self.head_dim, self.index = config.hidden_size, config.head_dim, index
+        self.q_proj = Weight(config.num_attention_heads * self.head_dim, hidden, dtype=dtype)
+        self.k_proj = Weight(config.num_key_value_heads * self.head_dim, hidden, dtype=dtype)
+        self.v_proj = Weight(config.num_key_value_heads * self.head_dim, hidden, dtype=dtype)
+        self.o_proj = Weight(hidden, config.num_attention_heads * self.head_dim, dtype=dtype)
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        """x [T, H] -> [T, H]; the rows' keys and values go into their pages."""
+        q, k, v = (
+            ops.linear(x, weight).unflatten(-1, (-1, self.head_dim))
+            for weight in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = []
+        for span, rows, _ in ctx.parts():
+            if ctx.pool:
+                cache = ctx.pool.kv[self.index]
+                ops.kv_write(k[span], v[span], cache, rows)
+                mixed.append(ops.attention(q[span], cache, rows))
+            else:
+                mixed.append(ops.attention_packed(q[span], k[span], v[span], rows))
+        return ops.linear(torch.cat(mixed).flatten(-2), self.o_proj)

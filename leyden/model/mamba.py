@@ -1,0 +1,88 @@
+"""The Mamba-2 mixer, letter M."""
+
+import torch
+from torch import Tensor, nn
+
+from leyden import ops
+from leyden.config.model import ModelConfig
+from leyden.formats import Weight
+from leyden.model.context import Context
+from leyden.model.layers import RMSNorm
+from leyden.ops.rows import Rows
+
+
+class Conv1d(nn.Module):
+    """The parameters of the depthwise convolution, in the checkpoint's shape [channels, 1, kernel]."""
+
+    def __init__(self, channels: int, kernel: int, bias: bool, dtype: torch.dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(channels, dtype=dtype)) if bias else None
+
+
+class Mamba(nn.Module):
+    """in_proj -> convolution of x, B and C -> selective scan -> gate and group norm -> out_proj.
+
+    `index` counts the mamba layers: it finds this layer's states in the pool.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype):
+        super().__init__()
+        heads, inner, conv = config.mamba_num_heads, config.mamba_inner, config.conv_dim
+        self.config = config
+        self.index = index
+        self.in_proj = Weight(inner + conv + heads, config.hidden_size, dtype=dtype)
+        self.conv1d = Conv1d(conv, config.conv_kernel, config.use_conv_bias, dtype)
+        self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.D = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.norm = RMSNorm(inner, config.layer_norm_epsilon, dtype)
+        self.out_proj = Weight(config.hidden_size, inner, dtype=dtype)
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        """x [T, H] -> [T, H]; the states of the rows move to the end of the rows."""
+        projected = ops.linear(x, self.in_proj)
+        conv, ssm = (ctx.pool.conv[self.index], ctx.pool.ssm[self.index]) if ctx.pool else (None, None)
+        mixed = [
+            (self._step if narrow else self._scan)(projected[span], conv, ssm, rows)
+            for span, rows, narrow in ctx.parts()
+        ]
+        return ops.linear(torch.cat(mixed), self.out_proj)
+
+    def _step(self, projected: Tensor, conv: Tensor | None, ssm: Tensor | None, rows: Rows) -> Tensor:
+        return ops.mamba_step(
+            projected,
+            self.conv1d.weight[:, 0],
+            self.conv1d.bias,
+            self.A_log,
+            self.D,
+            self.dt_bias,
+            self.config.time_step_limit,
+            self.norm.weight,
+            self.config.n_groups,
+            self.norm.eps,
+            conv,
+            ssm,
+            rows,
+        )
+
+    def _scan(self, projected: Tensor, conv: Tensor | None, ssm: Tensor | None, rows: Rows) -> Tensor:
+        config = self.config
+        inner, heads, groups = config.mamba_inner, config.mamba_num_heads, config.n_groups
+        z, xBC, dt = projected.split([inner, config.conv_dim, heads], dim=-1)
+        xBC = ops.causal_conv(xBC, self.conv1d.weight[:, 0], self.conv1d.bias, conv, rows)
+        x, B, C = xBC.split([inner, groups * config.ssm_state_size, groups * config.ssm_state_size], dim=-1)
+        y = ops.ssd_scan(
+            x.unflatten(-1, (heads, -1)),
+            dt,
+            B.unflatten(-1, (groups, -1)),
+            C.unflatten(-1, (groups, -1)),
+            self.A_log,
+            self.D,
+            self.dt_bias,
+            config.time_step_limit,
+            config.chunk_size,
+            ssm,
+            rows,
+        )
+        return ops.gated_norm(y.flatten(-2), z, self.norm.weight, groups, self.norm.eps)

@@ -1,0 +1,183 @@
+"""Mamba-2: short causal convolution, state-space scan, and the fused one-token step.
+
+Sources of the formulas: Dao and Gu, "Transformers are SSMs" (2024), sections 6 and 7; state-spaces/mamba for the
+conventions (order of the projections, softplus of dt, gate before norm). Everything is computed in fp32 and rounded to
+the activations' dtype (outputs) or the pool's dtype (states) at the end. A row with past == 0 starts from a zero
+state, whatever its slot holds.
+"""
+
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leyden.ops.reference.norm import gated_norm
+from leyden.ops.rows import Rows
+
+
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, rows: Rows) -> Tensor:
+    """silu(bias[c] + sum_j weight[c, j] * x[t - (K - 1) + j, c]) -> [T, C]; tap K - 1 is the token itself.
+
+    x [T, C], weight [C, K], bias [C]. Before a row's first token stand the columns of state [slots, K - 1, C] (its
+    last inputs, oldest first), or zeros. The state at rows.slots becomes the last K - 1 columns seen.
+    """
+    reach = weight.shape[1] - 1
+    count, device = len(rows.lens), x.device
+    before = _initial(state, rows) if state is not None else x.new_zeros(count, reach, x.shape[1])
+    # One line: every row preceded by its `reach` earlier columns.
+    lens = torch.tensor(rows.lens, device=device)
+    row = torch.repeat_interleave(torch.arange(count, device=device), lens, output_size=len(x))
+    cells = torch.arange(len(x), device=device) + (row + 1) * reach
+    heads = rows.starts[:-1, None] + torch.arange(count * reach, device=device).view(count, reach)
+    line = x.new_zeros(len(x) + count * reach, x.shape[1]).index_copy(0, cells, x)
+    line = line.index_copy(0, heads.flatten(), before.flatten(0, 1).to(x.dtype))
+    out = torch.zeros_like(x, dtype=torch.float32) if bias is None else bias.float().expand_as(x)
+    for tap in range(reach + 1):
+        out = out + line[cells - reach + tap].float() * weight[:, tap].float()
+    if state is not None:
+        state[rows.slots] = line[heads + lens[:, None]].to(state.dtype)
+    return F.silu(out).to(x.dtype)
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    chunk: int,
+    state: Tensor | None,
+    rows: Rows,
+) -> Tensor:
+    """The selective scan of rows of any length, in chunks -> y [T, heads, dim].
+
+        dt' = clamp(softplus(dt + dt_bias));  S = exp(-exp(A_log) dt') S + dt' x B^T;  y = S C + D x
+
+    x [T, heads, dim], dt [T, heads] as projected, B and C [T, groups, N] (head h uses group h // (heads / groups)),
+    A_log, D, dt_bias fp32 [heads]. state [slots, heads, dim, N] gives S before each row and takes S after it. Chunks
+    restart at each row, and `chunk` tokens is only a matter of speed.
+    """
+    grid = _Grid(rows, chunk, x.device)
+    groups = B.shape[1]
+    # c chunk, l and s token in the chunk (l >= s), g group, r head in the group, p head dim, n state. Grid cells
+    # without a token are zero: they neither decay the state nor add to it.
+    delta = grid.lay(_time_step(dt, dt_bias, dt_limit)).unflatten(-1, (groups, -1))
+    inputs = grid.lay(x.float()).unflatten(-2, (groups, -1)) * delta[..., None]
+    B, C = grid.lay(B.float()), grid.lay(C.float())
+    decay = (delta * -A_log.exp().view(groups, -1)).cumsum(1)  # log of the decay from the chunk's start through l
+
+    since = decay[:, :, None] - decay[:, None]  # [c, l, s, g, r]
+    future = torch.ones(since.shape[1:3], dtype=torch.bool, device=x.device).triu(1)[..., None, None]
+    since = since.masked_fill(future, float("-inf")).exp()  # masked before exp, which would overflow there
+    scores = torch.einsum("clgn,csgn->clsg", C, B)[..., None] * since
+    y = torch.einsum("clsgr,csgrp->clgrp", scores, inputs)
+
+    leftover = (decay[:, -1:] - decay).exp()[..., None] * inputs
+    added = torch.einsum("csgrp,csgn->cgrpn", leftover, B)
+    before = x.new_zeros(len(rows.lens), *added.shape[1:], dtype=torch.float32)
+    if state is not None:
+        before = _initial(state, rows).float().view_as(before)
+    entering, final = grid.carry(before, decay[:, -1].exp()[..., None, None], added)
+    y = y + torch.einsum("clgn,cgrpn->clgrp", C, entering) * decay.exp()[..., None]
+
+    if state is not None:
+        state[rows.slots] = final.view(-1, *state.shape[1:]).to(state.dtype)
+    return (grid.take(y).flatten(1, 2) + x.float() * D[:, None]).to(x.dtype)
+
+
+def mamba_step(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    norm_weight: Tensor,
+    groups: int,
+    eps: float,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    rows: Rows,
+) -> Tensor:
+    """Rows of one token: convolution, time step, state update, gate and group norm -> [R, inner].
+
+    projected [R, inner + (inner + 2 groups N) + heads] is in_proj's output, in the order z, xBC, dt; the other
+    arguments are those of causal_conv, ssd_scan and gated_norm, one after the other. Both states are updated.
+    """
+    count, heads = len(projected), len(A_log)
+    inner, width = len(norm_weight), groups * ssm_state.shape[-1]
+    z, xBC, dt = projected.split([inner, inner + 2 * width, heads], dim=-1)
+    xBC = causal_conv(xBC, conv_weight, conv_bias, conv_state, rows).float()
+    x, B, C = xBC.split([inner, width, width], dim=-1)
+    x = x.view(count, heads, -1)
+    B, C = (t.view(count, groups, -1).repeat_interleave(heads // groups, dim=1) for t in (B, C))
+    delta = _time_step(dt, dt_bias, dt_limit)
+    decay = (delta * -A_log.exp())[..., None, None]
+    state = decay.exp() * _initial(ssm_state, rows).float() + (delta[..., None] * x)[..., None] * B[:, :, None]
+    y = (state @ C[..., None])[..., 0] + D[:, None] * x
+    ssm_state[rows.slots] = state.to(ssm_state.dtype)
+    return gated_norm(y.flatten(1).to(projected.dtype), z, norm_weight, groups, eps)
+
+
+def _time_step(dt: Tensor, dt_bias: Tensor, limit: tuple[float, float]) -> Tensor:
+    """softplus(dt + bias) within the limits, fp32; softplus is the identity above 20."""
+    return F.softplus(dt.float() + dt_bias).clamp(*limit)
+
+
+def _initial(state: Tensor, rows: Rows) -> Tensor:
+    """Each row's state before its first token [R, ...]: what its slot holds, zero if nothing is past."""
+    fresh = (rows.past == 0).view(-1, *[1] * (state.dim() - 1))
+    return state[rows.slots].masked_fill(fresh, 0)
+
+
+class _Grid:
+    """Rows cut into chunks and laid out as [chunks, chunk size, ...], zeros where a row's last chunk is not full.
+
+    The first chunks of all rows come first, then the second chunks, and so on, rows with more chunks before rows with
+    fewer: the rows that still have a j-th chunk are always the first few, so carry() walks over j with plain slices.
+    """
+
+    def __init__(self, rows: Rows, chunk: int, device: torch.device):
+        self.size = size = min(chunk, max(rows.lens))
+        counts = [-(-n // size) for n in rows.lens]
+        order = sorted(range(len(counts)), key=lambda row: -counts[row])
+        self.active = [sum(count > j for count in counts) for j in range(max(counts))]  # rows that have a j-th chunk
+        offsets = [0, *accumulate(self.active)]  # the first of the j-th chunks
+        place = {row: i for i, row in enumerate(order)}
+        cells = [
+            (offsets[j] + place[row]) * size + torch.arange(min(size, n - j * size))
+            for row, n in enumerate(rows.lens)
+            for j in range(counts[row])
+        ]
+        self.cells = torch.cat(cells).to(device)  # grid cell of every token
+        self.order = torch.tensor(order, device=device)  # rows, the one with most chunks first
+        self.chunks = offsets[-1]
+
+    def lay(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [chunks, chunk size, ...]"""
+        flat = x.new_zeros(self.chunks * self.size, *x.shape[1:])
+        return flat.index_copy(0, self.cells, x).unflatten(0, (self.chunks, self.size))
+
+    def take(self, grid: Tensor) -> Tensor:
+        """[chunks, chunk size, ...] -> [T, ...]"""
+        return grid.flatten(0, 1)[self.cells]
+
+    def carry(self, state: Tensor, decay: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """S = decay S + added, over the chunks of each row -> (S before each chunk [chunks, ...], S after each row).
+
+        state [R, ...]: S before each row; decay [chunks, ..., 1, 1] and added [chunks, ...]: of each chunk.
+        """
+        state = state[self.order]
+        entering: list[Tensor] = []
+        ended: list[Tensor] = []
+        for first, count in zip(accumulate(self.active, initial=0), self.active, strict=False):
+            ended.append(state[count:])
+            entering.append(state[:count])
+            state = decay[first : first + count] * state[:count] + added[first : first + count]
+        final = torch.cat([state, *reversed(ended)])  # the longest rows end last
+        return torch.cat(entering), final[self.order.argsort()]

@@ -1,0 +1,103 @@
+"""A device made of dictionaries: checks what a plan asks for and "generates" by a rule that sees the whole sequence."""
+
+from dataclasses import dataclass, field
+
+from leyden.engine.scheduler import Limits, Scheduler
+from leyden.types import Delta, Plan, Request, Sampled, SamplingParams
+
+
+def rule(tokens: list[int]) -> int:
+    """The token after `tokens`: depends on all of them, so a lost, doubled or foreign token shows."""
+    value = 7
+    for token in tokens:
+        value = (value * 31 + token + 1) % 1009
+    return value % 50
+
+
+def expected(request: Request) -> list[int]:
+    tokens = list(request.prompt)
+    for _ in range(request.params.max_tokens or 0):
+        tokens.append(rule(tokens))
+    return tokens[len(request.prompt) :]
+
+
+@dataclass
+class Device:
+    """Keeps what every KV page holds, token by token, as the page tables map them."""
+
+    limits: Limits
+    pages: dict[int, dict[int, int]] = field(default_factory=dict)  # page -> offset -> token
+    tables: dict[int, dict[int, int]] = field(default_factory=dict)  # slot -> index -> page
+    state: dict[int, list[int]] = field(default_factory=dict)  # slot -> tokens its recurrent state has seen
+    last: dict[int, int] = field(default_factory=dict)
+
+    def run(self, plan: Plan) -> list[Sampled]:
+        page = self.limits.page
+        assert sum(row.n for row in plan.rows) <= self.limits.step_tokens
+        assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot appears twice in a step"
+        assert [row.n > 1 for row in plan.rows] == sorted(row.n > 1 for row in plan.rows), "short rows come first"
+        states = [list(self.state[admit.source]) if admit.source else [] for admit in plan.admits]
+        contents = [dict(self.pages[source]) for source, _ in plan.copies]
+        assert len({target for _, target in plan.copies}) == len(plan.copies), "two copies into one page"
+        for admit, state in zip(plan.admits, states, strict=True):
+            assert len(state) == admit.computed, "the state is not the one the plan speaks of"
+            self.state[admit.slot], self.tables[admit.slot] = state, {}
+        for (_, target), content in zip(plan.copies, contents, strict=True):
+            self.pages[target] = content
+        for slot, index, number in plan.pages:
+            assert number, "the padding page was handed out"
+            self.tables[slot][index] = number
+        results = []
+        for row in plan.rows:
+            tokens = row.tokens or [self.last[row.slot]]
+            assert len(tokens) == row.n
+            seen, table = self.state[row.slot], self.tables[row.slot]
+            assert row.start == len(seen)
+            for token in tokens:
+                self.pages.setdefault(table[len(seen) // page], {})[len(seen) % page] = token
+                seen.append(token)
+            cached = [self.pages[table[i // page]][i % page] for i in range(len(seen))]
+            assert cached == seen, "another sequence wrote into this one's pages"
+            if row.sample:
+                self.last[row.slot] = rule(seen)
+            results.append(Sampled(self.last[row.slot] if row.sample else None))
+        for slot, target in plan.snapshots:
+            self.state[target] = list(self.state[slot])
+        return results
+
+
+def drive(
+    limits: Limits, arrivals: list[tuple[int, Request]], aborts: dict[int, list[str]], overlap: bool
+) -> tuple[Scheduler, dict[str, list[Delta]]]:
+    """Run to the end: arrivals are (step, request), aborts step -> ids. check() after every step."""
+    scheduler, device = Scheduler(limits), Device(limits)
+    out: dict[str, list[Delta]] = {request.id: [] for _, request in arrivals}
+    launched = None
+    step, idle = 0, 0
+    queue = sorted(arrivals, key=lambda item: item[0])
+    while queue or scheduler.unfinished or launched:
+        while queue and queue[0][0] <= step:
+            scheduler.add(queue.pop(0)[1])
+        for request_id in aborts.get(step, []):
+            scheduler.abort(request_id)
+        plan = scheduler.plan()
+        scheduler.check()
+        now = (plan, device.run(plan)) if plan else None
+        finished, launched = (launched, now) if overlap else (now, None)
+        deltas = scheduler.drain() + (scheduler.commit(*finished) if finished else [])
+        scheduler.check()
+        for delta in deltas:
+            out[delta.request_id].append(delta)
+        idle = 0 if plan or finished or deltas or queue else idle + 1
+        assert idle < 3, "the scheduler makes no progress"
+        step += 1
+    return scheduler, out
+
+
+def request(name: str, prompt: list[int], max_tokens: int, **changes: object) -> Request:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    return Request(id=name, prompt=prompt, params=params, **changes)  # type: ignore[arg-type]
+
+
+def tokens_of(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]

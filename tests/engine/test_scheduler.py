@@ -1,0 +1,164 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from leyden.engine import scheduler as scheduler_module
+from leyden.engine.scheduler import Limits, Scheduler
+from leyden.types import Request, SamplingParams
+from tests.engine.device import Device, drive, expected, request, tokens_of
+
+
+def limits(**changes: object) -> Limits:
+    given = {"seqs": 4, "pages": 40, "page": 4, "max_model_len": 64, "step_tokens": 16} | changes
+    return Limits(**given)  # type: ignore[arg-type]
+
+
+def prompt(name: int, n: int) -> list[int]:
+    return [(name * 17 + i * 5) % 50 for i in range(n)]
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> tuple[Limits, list[tuple[int, Request]], dict[int, list[str]], bool]:
+    page = draw(st.integers(1, 5))
+    longest = draw(st.integers(4, 40))
+    # the smallest pool that the engine would accept: one sequence of full length
+    pages = -(-longest // page) + draw(st.integers(0, 12))
+    lim = Limits(
+        seqs=draw(st.integers(1, 5)),
+        snapshots=draw(st.integers(0, 4)),
+        prefix_caching=draw(st.booleans()),
+        snapshot_every=draw(st.sampled_from([5, 8192])),
+        pages=pages,
+        page=page,
+        max_model_len=longest,
+        step_tokens=draw(st.integers(1, 20)),
+        row_tokens=draw(st.sampled_from([0, 0, 1, 3])),
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+    )
+    arrivals = []
+    for i in range(draw(st.integers(1, 9))):
+        length, step = draw(st.integers(1, longest - 1)), 0
+        # few first tokens, so that prompts share prefixes of any length
+        shared = prompt(draw(st.integers(0, 2)), draw(st.integers(0, length)))
+        words = [*shared, *prompt(i, length)][:length]
+        if arrivals and draw(st.booleans()):  # somebody comes back
+            earlier, step = draw(st.sampled_from([(r, at) for at, r in arrivals]))
+            words = [*earlier.prompt, *expected(earlier), *words][
+                : max(length, min(longest - 1, len(earlier.prompt) + 8))
+            ]
+        marks = sorted(draw(st.sets(st.integers(1, len(words)), max_size=2)))
+        made = request(
+            f"r{i}",
+            words,
+            draw(st.integers(1, 15)),
+            priority=draw(st.integers(0, 2)),
+            marks=marks,
+            cache_salt=draw(st.sampled_from(["", "", "other"])),
+        )
+        arrivals.append((step + draw(st.integers(0, 25)), made))
+    ids = st.sampled_from([r.id for _, r in arrivals])
+    aborts = draw(st.dictionaries(st.integers(0, 40), st.lists(ids, max_size=2), max_size=4))
+    return lim, arrivals, aborts, draw(st.booleans())
+
+
+@given(scenes(), st.sampled_from([1, 3, 32]))
+@settings(max_examples=500, deadline=None)
+def test_every_request_gets_its_tokens_whatever_the_pool(scene, worth) -> None:
+    scheduler_module._WORTH = worth  # snapshots of short prompts, too
+    lim, arrivals, aborts, overlap = scene
+    scheduler, out = drive(lim, arrivals, aborts, overlap)
+    for _, made in arrivals:
+        deltas = out[made.id]
+        want = expected(made)[: lim.max_model_len - len(made.prompt)]
+        got = tokens_of(deltas)
+        assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+        assert deltas[-1].finish_reason in ("length", "abort")
+        assert got == want if deltas[-1].finish_reason == "length" else got == want[: len(got)]
+    stats = scheduler.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    if not lim.prefix_caching:
+        assert (stats.slots_free, stats.pages_free) == (stats.slots_total, lim.pages)
+    scheduler.cache.clear()
+    scheduler.check()
+    stats = scheduler.stats()
+    assert (stats.slots_free, stats.pages_free) == (stats.slots_total, lim.pages)
+
+
+def test_a_long_prompt_does_not_hold_up_the_others() -> None:
+    scheduler = Scheduler(limits(step_tokens=8))
+    device = Device(scheduler.limits)
+    scheduler.add(request("short", prompt(2, 2), 8))
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.commit(plan, device.run(plan))
+    scheduler.add(request("long", prompt(1, 40), 4))
+    for _ in range(6):  # the long prompt takes six steps of what is left
+        plan = scheduler.plan()
+        assert plan is not None
+        assert [row.n for row in plan.rows][0] == 1
+        assert "short" in [d.request_id for d in scheduler.commit(plan, device.run(plan))]
+
+
+def test_preemption_takes_the_youngest_and_it_continues_without_gap_or_repeat() -> None:
+    two = [(0, request("a", prompt(1, 40), 20)), (0, request("b", prompt(2, 38), 20))]
+    scheduler, out = drive(limits(pages=24, seqs=2), two, {}, overlap=True)
+    assert scheduler.stats().preemptions >= 1
+    for _, made in two:
+        assert tokens_of(out[made.id]) == expected(made)
+
+
+def test_priority_runs_lower_numbers_first_and_fcfs_ignores_them() -> None:
+    for policy, first in (("priority", "b"), ("fcfs", "a")):
+        scheduler = Scheduler(limits(seqs=1, policy=policy))
+        scheduler.add(request("a", prompt(1, 3), 2, priority=1))
+        scheduler.add(request("b", prompt(2, 3), 2, priority=0))
+        plan = scheduler.plan()
+        assert plan is not None
+        assert [s.request.id for s in scheduler.running] == [first]
+
+
+def test_stop_tokens_end_after_min_tokens_only() -> None:
+    made = request("a", prompt(1, 3), 12)
+    answer = expected(made)
+    stop = answer[4]
+    params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[stop])
+    _, out = drive(limits(), [(0, Request(id="a", prompt=made.prompt, params=params))], {}, overlap=False)
+    cut = answer.index(stop) + 1
+    assert tokens_of(out["a"]) == answer[:cut]
+    assert (out["a"][-1].finish_reason, out["a"][-1].stop_reason) == ("stop", stop)
+    late = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[stop], min_tokens=cut)
+    _, out = drive(limits(), [(0, Request(id="a", prompt=made.prompt, params=late))], {}, overlap=False)
+    assert len(tokens_of(out["a"])) > cut
+
+
+def test_end_of_sequence_can_be_ignored() -> None:
+    made = request("a", prompt(1, 3), 12)
+    eos = expected(made)[2]
+    for ignore in (False, True):
+        scheduler = Scheduler(limits(), eos_token_ids=[eos])
+        device = Device(scheduler.limits)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=ignore)
+        scheduler.add(Request(id="a", prompt=made.prompt, params=params))
+        got = []
+        while scheduler.unfinished:
+            plan = scheduler.plan()
+            assert plan is not None
+            got += tokens_of(scheduler.commit(plan, device.run(plan)))
+        assert got == (expected(made) if ignore else expected(made)[: expected(made).index(eos) + 1])
+
+
+def test_a_failed_step_ends_its_requests_only() -> None:
+    scheduler = Scheduler(limits(step_tokens=3))
+    device = Device(scheduler.limits)
+    scheduler.add(request("a", prompt(1, 3), 3))
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.add(request("b", prompt(2, 3), 3))
+    (delta,) = scheduler.fail(plan, "broken")
+    assert (delta.request_id, delta.finish_reason, delta.error) == ("a", "error", "broken")
+    got = []
+    while scheduler.unfinished:
+        plan = scheduler.plan()
+        assert plan is not None
+        got += scheduler.commit(plan, device.run(plan))
+    scheduler.check()
+    assert tokens_of(got) == expected(request("b", prompt(2, 3), 3))
