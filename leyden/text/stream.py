@@ -121,7 +121,7 @@ class TextStream:
         prompt: Sequence[int] = (),
         keep: Collection[int] = (),
     ):
-        """`keep`: ids that an output parser reads; all other special tokens then leave no text, whatever is asked for."""
+        """`keep`: ids that an output parser reads; other special tokens then leave no text, whatever is asked for."""
         skip = tokenizer.special_ids.difference(keep) if keep or params.skip_special_tokens else ()
         self._detokenizer = Detokenizer(tokenizer, skip, prompt, keep)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None

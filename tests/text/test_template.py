@@ -138,6 +138,11 @@ def test_continue_final_message_needs_text(message, template):
         template.render([user("q"), message], continue_final_message=True)
 
 
+def test_continue_final_message_that_the_template_leaves_out(tokenizer):
+    with pytest.raises(RequestError, match="leaves out the last message"):
+        ChatTemplate("{{ messages[0].content }}", tokenizer).render([user("a"), user("b")], continue_final_message=True)
+
+
 @pytest.mark.parametrize("name", ["messages", "tokenize", "chat_template", "add_generation_prompt", "tools"])
 def test_kwargs_cannot_replace_what_the_server_sets(name, template):
     for make in (template.render, template.encode):

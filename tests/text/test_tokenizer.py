@@ -114,6 +114,16 @@ def test_truncation_settings_of_the_file_do_not_count(copy):
     assert tokenizer.decode(tokenizer.encode("one two three")) == "one two three"
 
 
+def test_normalizer_and_a_sequence_of_decoders(copy):
+    backend = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
+    backend.normalizer = tokenizers.normalizers.NFC()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel()])
+    backend.save(str(copy / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(copy)
+    for special in (True, False):
+        assert tokenizer.decode(tokenizer.encode("e\u0301", special=special)) == "é"
+
+
 def test_broken_files_are_named(copy):
     with pytest.raises(CheckpointError, match=r"holds no tokenizer\.json"):
         Tokenizer.from_folder(copy / "nowhere")

@@ -26,7 +26,9 @@ from leyden.server.parsers.tags import SPECIAL, Lexer
 from leyden.server.parsers.tools import Qwen3Coder, ToolParser
 
 __all__ = [
+    "REASONING_PARSERS",
     "SPECIAL",
+    "TOOL_PARSERS",
     "ContentDelta",
     "Event",
     "OutputParser",

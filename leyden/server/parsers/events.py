@@ -1,6 +1,5 @@
 """What the output parsers say, in the order in which the model said it."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -55,8 +54,10 @@ Event = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments | Tool
 Piece = ReasoningDelta | ContentDelta | ToolCallArguments
 
 
-def merged(events: Iterable[Event]) -> list[Event]:
+def merged(events: list[Event]) -> list[Event]:
     """The same events with neighbouring pieces of one text joined."""
+    if len(events) < 2:
+        return events
     joined: list[Event] = []
     for _, group in groupby(events, _text_of):
         first, *rest = group

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from leyden.server.parsers.events import Event, ReasoningDelta, ReasoningIsContent
-from leyden.server.parsers.spaces import TrailingSpace
 from leyden.server.parsers.tags import Tag, Token, blank, raw
 from leyden.server.parsers.tools import ToolParser
 from leyden.text.tokenizer import Tokenizer
@@ -62,7 +61,7 @@ class NemotronV3:
         self.tools = tools()
         self._state = self._thinking if thinking else self._answering
         self._needs_content = force_nonempty_content or not thinking
-        self._space = TrailingSpace()
+        self._space = _TrailingSpace()
         self._thoughts: list[str] = []  # all of them, if they may have to serve as content
         self._held: list[Token] = []  # a call inside thinking, not yet decided
         self._trial: list[Event] = []  # what the call would be
@@ -75,11 +74,12 @@ class NemotronV3:
             self._decide(out)
         if self._state == self._answering:
             self.tools.finish(tail, cut, out)
-        elif cut:
-            self._think("" if self._held else tail, out)  # half a call is not shown
+        elif not cut:
+            self._release(out)
+            self._think(tail, out)
+        elif not self._held:  # half a call is not shown; all else is given as it is
+            self._think(tail, out)
             self._emit(self._space.flush(), out)
-        else:
-            self._release(tail, out)
         if self._needs_content and not self.tools.started and self._thoughts:
             out.append(ReasoningIsContent("".join(self._thoughts)))
 
@@ -107,33 +107,36 @@ class NemotronV3:
                 pass
             case _ if not blank(token):
                 self._held.pop()
-                self._release("", out)
+                self._release(out)
+                self._state = self._thinking
                 self._thinking(token, out)
 
     def _trying(self, token: Token, out: list[Event]) -> None:
         if isinstance(token, Tag) and token.kind == "/think" and not self.tools.reading_value:
-            self._release("", out)
-            self._reset()
-            self._state = self._answering
+            self._give_up(out)
         else:
             self._held.append(token)
             self.tools.feed(token, self._trial)
 
     def _decide(self, out: list[Event]) -> None:
         """The end, and no `</think>` came after a call: it was real. Unless one stands in a value that has no end."""
-        self._state = self._answering
-        tokens, trial = self._held, self._trial
+        tokens = self._held
         closes = next((i for i, token in enumerate(tokens) if isinstance(token, Tag) and token.kind == "/think"), None)
-        if not self.tools.open or closes is None:
-            self._held, self._trial = [], []
-            out += trial
-            return
-        self._held = tokens[:closes]
-        self._release("", out)
-        self._reset()
+        if closes is not None and self.tools.open:
+            self._held = tokens[:closes]
+            self._give_up(out)
+            for token in tokens[closes:]:
+                self._answering(token, out)
+        else:
+            out += self._trial
+            self._held = []
+            self._state = self._answering
+
+    def _give_up(self, out: list[Event]) -> None:
+        """The call was an idea, and thinking ends here."""
+        self._release(out)
+        self.tools, self._trial = self._new_tools(), []
         self._state = self._answering
-        for token in tokens[closes:]:
-            self._answering(token, out)
 
     def _answering(self, token: Token, out: list[Event]) -> None:
         match token:
@@ -155,11 +158,30 @@ class NemotronV3:
             if self._needs_content:
                 self._thoughts.append(text)
 
-    def _release(self, tail: str, out: list[Event]) -> None:
+    def _release(self, out: list[Event]) -> None:
         """What was held as a possible call is thinking."""
         held, self._held = self._held, []
-        self._state = self._thinking
-        self._think("".join(map(raw, held)) + tail, out)
+        self._think("".join(map(raw, held)), out)
 
-    def _reset(self) -> None:
-        self.tools, self._trial = self._new_tools(), []
+
+class _TrailingSpace:
+    """Passes text on and keeps back the white space at its end: it only counts if more text follows."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+        self._passed = False  # whether anything but white space has come
+
+    def push(self, text: str) -> str:
+        body = text.rstrip()
+        if not body:
+            self._held.append(text)
+            return ""
+        passed = "".join(self._held) + body
+        self._held = [text[len(body) :]]
+        self._passed = True
+        return passed
+
+    def flush(self) -> str:
+        """The white space that was kept back, if it stands at the end of some text."""
+        held, self._held = self._held, []
+        return "".join(held) if self._passed else ""

@@ -66,6 +66,9 @@ class Lexer:
 
     def feed(self, text: str) -> list[Token]:
         text = self._held + text
+        if "<" not in text:
+            self._offset += len(text)
+            return [text] if text else []
         tokens: list[Token] = []
         position = 0
         for match in _TAG.finditer(text):

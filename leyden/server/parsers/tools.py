@@ -21,7 +21,6 @@ from uuid import uuid4
 
 from leyden.server.parsers.events import ContentDelta, Event, ToolCallArguments, ToolCallEnd, ToolCallStart
 from leyden.server.parsers.schema import DROP, Parameters, dumps
-from leyden.server.parsers.spaces import TrailingSpace
 from leyden.server.parsers.tags import Tag, Token, blank, raw
 
 _ENDS = ("/function", "/tool_call", "tool_call")  # may end a value that has no </parameter>
@@ -69,7 +68,8 @@ class Qwen3Coder:
         self.names: Collection[str] = self._tools.keys()
         self._parallel = parallel
         self._state: Callable[[Token, list[Event]], None] = self._content
-        self._space = TrailingSpace()
+        self._shows = False  # content has come since the last call: until then white space waits
+        self._space: list[str] = []
         self._lines = _Lines()
         self._held: list[Token] = []  # not decided yet: a possible call, or a possible end of a value
         self._wrapped = False  # inside <tool_call>
@@ -93,7 +93,7 @@ class Qwen3Coder:
 
     @property
     def started(self) -> bool:
-        return self._space.passed or self.calls > 0 or self._state != self._content
+        return self._shows or self.calls > 0 or self._state != self._content
 
     @property
     def open(self) -> bool:
@@ -116,8 +116,6 @@ class Qwen3Coder:
                 self._release(out)
         elif tail and self._state == self._content:
             self._text(tail, out)
-        if not self.calls and (text := self._space.flush()):
-            out.append(ContentDelta(text))
 
     # --- outside of calls
 
@@ -169,8 +167,13 @@ class Qwen3Coder:
     def _text(self, text: str, out: list[Event]) -> None:
         if self._tools:
             self._lines.push(text)
-        if shown := self._space.push(text):
-            out.append(ContentDelta(shown))
+        if not self._shows:
+            self._space.append(text)
+            if blank(text):
+                return
+            text = "".join(self._space)
+            self._shows, self._space = True, []
+        out.append(ContentDelta(text))
 
     def _release(self, out: list[Event]) -> None:
         held, self._held = self._held, []
@@ -184,6 +187,7 @@ class Qwen3Coder:
         self._keys = []
         self._empty = True
         self._state = self._arguments
+        self._shows = False
         self.calls += 1
         if self._shown:
             out.append(ToolCallStart(self.calls - 1, f"call_{uuid4().hex[:24]}", name))
@@ -206,7 +210,7 @@ class Qwen3Coder:
         self._state = self._between
 
     def _write(self, text: str, out: list[Event]) -> None:
-        if self._shown:
+        if text and self._shown:
             out.append(ToolCallArguments(self.calls - 1, text))
 
     @property
