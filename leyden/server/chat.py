@@ -27,8 +27,8 @@ from leyden.server.parsers import (
     collect,
     starts_thinking,
 )
-from leyden.server.protocol import ChatChoice, ChatCompletion, ChatRequest, Message
-from leyden.server.service import Choice, Service, Step, advance, usage
+from leyden.server.protocol import ChatChoice, ChatCompletion, ChatRequest, Message, Usage
+from leyden.server.service import Choice, Service, Step, usage
 from leyden.server.streaming import EventStream, event, json_response, unless_disconnected
 from leyden.text.template import normalise
 from leyden.types import Request
@@ -48,7 +48,7 @@ async def create(service: Service, body: ChatRequest, http: HttpRequest) -> Resp
     answer = _Answer(service, body, response_id, model, requests, kwargs)
     if body.stream:
         stream = await service.generate(body, requests)
-        return EventStream(answer.frames(stream), service.config.ping_interval, service.headers(body))
+        return EventStream(stream, answer.frames(stream), service.config.ping_interval, service.headers(body))
     whole = await unless_disconnected(http.receive, answer.whole())
     return json_response(whole, headers=service.headers(body))
 
@@ -139,7 +139,9 @@ class _Answer:
         both = ("reasoning", "reasoning_content") if config.reasoning_field == "both" else (config.reasoning_field,)
         self._reasoning_fields = both
         prompt = requests[0].prompt
-        thinking = starts_thinking(prompt, tokenizer, kwargs.get("enable_thinking") is not False)
+        thinking = config.reasoning_parser is not None and starts_thinking(
+            prompt, tokenizer, kwargs.get("enable_thinking") is not False
+        )
         special = [tokenizer.id_of(text) for text in SPECIAL]
         end, call = tokenizer.id_of("</think>"), tokenizer.id_of("<tool_call>")
         self._choices: dict[str, Choice] = {}
@@ -163,11 +165,9 @@ class _Answer:
 
     async def whole(self) -> ChatCompletion:
         events: list[list[Event]] = [[] for _ in self._turns]
-        steps: list[list[Step]] = [[] for _ in self._turns]
         with await self._service.generate(self._body, self._requests) as stream:
             async for delta in stream:
-                choice, step = advance(stream, self._choices, delta)
-                steps[choice.index].append(step)
+                choice, step = self._service.advance(stream, self._choices, delta)
                 events[choice.index] += self._turns[choice.index].read(step)
         prompt_logprobs = self._turns[0].choice.prompt_logprobs
         body: ChatCompletion = {
@@ -175,7 +175,7 @@ class _Answer:
             "object": "chat.completion",
             "created": self._head["created"],
             "model": self._head["model"],
-            "choices": [self._choice(*found) for found in zip(self._turns, events, steps, strict=True)],
+            "choices": [self._choice(*found) for found in zip(self._turns, events, strict=True)],
             "service_tier": None,
             "system_fingerprint": self._service.fingerprint,
             "usage": self._usage(),
@@ -188,23 +188,19 @@ class _Answer:
         }
         return body
 
-    def _choice(self, turn: _Turn, events: Sequence[Event], steps: Sequence[Step]) -> ChatChoice:
-        token_ids = [id for step in steps for id in step.token_ids]
-        found = [token for step in steps for token in step.logprobs or ()]
-        whole = Step("", token_ids, found if self._body.logprobs else None)
+    def _choice(self, turn: _Turn, events: Sequence[Event]) -> ChatChoice:
         return {
             "index": turn.choice.index,
             "message": self._message(events),
-            "logprobs": self._logprobs(whole),
+            "logprobs": self._logprobs(turn.choice),
             "finish_reason": turn.finish_reason,
             "stop_reason": turn.choice.stop_reason,
-            "token_ids": self._token_ids(whole),
+            "token_ids": self._token_ids(turn.choice),
             "routed_experts": None,
         }
 
     def _message(self, events: Sequence[Event]) -> Message:
         parsed = collect(events)
-        self._service.log_output(self._head["id"], parsed.content or "")
         message: Message = {
             "role": self._service.config.response_role,
             "content": self._echo() + (parsed.content or "") or None,
@@ -224,60 +220,47 @@ class _Answer:
 
     async def frames(self, stream: Stream) -> AsyncGenerator[bytes, None]:
         include_usage, continuous = self._service.usage_options(self._body)
-        self._head["object"] = "chat.completion.chunk"
+        head = self._head | {"object": "chat.completion.chunk"}
+
+        def frame(turn: _Turn, choice: dict[str, Any], **more: Any) -> bytes:
+            chunk = {**head, "choices": [{"index": turn.choice.index, **choice}], **more}
+            if continuous:
+                chunk["usage"] = usage([turn.choice], details=False)
+            return event(chunk)
+
         started = False
-        with stream:
-            async for delta in stream:
-                frames: list[bytes] = []
-                if not started:  # only now: an error before the first token gives no half-begun answer
-                    started = True
-                    frames += [self._first_frame(turn, continuous) for turn in self._turns]
-                choice, step = advance(stream, self._choices, delta)
-                turn = self._turns[choice.index]
-                deltas = self._deltas(turn.read(step))
-                over = choice.finish_reason is not None
-                if not deltas and (over or self._token_ids(step) or self._logprobs(step)):
-                    deltas = [{}]
-                for position, piece in enumerate(deltas):
-                    last = over and position == len(deltas) - 1
-                    frames.append(self._frame(turn, piece, step, last, include_usage, continuous))
-                    step = Step("", [], None)  # its tokens have been told
-                if frames:
-                    yield b"".join(frames)
+        async for delta in stream:
+            frames: list[bytes] = []
+            if not started:  # only now: an error before the first token gives no half-begun answer
+                started = True
+                role = {"role": self._service.config.response_role, "content": self._echo()}
+                first = {"delta": role, "logprobs": None, "finish_reason": None}
+                prompt = {"prompt_token_ids": self._prompt_ids, "prompt_text": self._prompt_text}
+                frames += [frame(turn, first, **prompt) for turn in self._turns]
+            choice, step = self._service.advance(stream, self._choices, delta)
+            turn = self._turns[choice.index]
+            deltas = self._deltas(turn.read(step))
+            found, token_ids = self._logprobs(step), self._token_ids(step)
+            over = choice.finish_reason is not None
+            if not deltas and (over or found or token_ids):
+                deltas = [{}]
+            for position, piece in enumerate(deltas, 1):
+                told: dict[str, Any] = {
+                    "delta": piece,
+                    "logprobs": found,
+                    "finish_reason": None,
+                    "token_ids": token_ids,
+                }
+                if over and position == len(deltas):
+                    told |= {"finish_reason": turn.finish_reason, "stop_reason": choice.stop_reason}
+                    frames.append(frame(turn, told, **({} if include_usage else self._service.signature)))
+                else:
+                    frames.append(frame(turn, told))
+                found, token_ids = None, None if token_ids is None else []  # told with the first delta
+            if frames:
+                yield b"".join(frames)
         if include_usage:
-            yield event({**self._head, "choices": [], "usage": self._usage(), **self._fingerprint()})
-
-    def _first_frame(self, turn: _Turn, continuous: bool) -> bytes:
-        delta = {"role": self._service.config.response_role, "content": self._echo()}
-        chunk = {
-            **self._head,
-            "choices": [{"index": turn.choice.index, "delta": delta, "logprobs": None, "finish_reason": None}],
-            "prompt_token_ids": self._prompt_ids,
-            "prompt_text": self._prompt_text,
-        }
-        if continuous:
-            chunk["usage"] = usage([turn.choice], details=False)
-        return event(chunk)
-
-    def _frame(
-        self, turn: _Turn, delta: dict[str, Any], step: Step, last: bool, include_usage: bool, continuous: bool
-    ) -> bytes:
-        choice: dict[str, Any] = {
-            "index": turn.choice.index,
-            "delta": delta,
-            "logprobs": self._logprobs(step),
-            "finish_reason": None,
-            "token_ids": self._token_ids(step),
-        }
-        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-        if last:
-            choice["finish_reason"] = turn.finish_reason
-            choice["stop_reason"] = turn.choice.stop_reason
-            if not include_usage:
-                chunk |= self._fingerprint()
-        if continuous:
-            chunk["usage"] = usage([turn.choice], details=False)
-        return event(chunk)
+            yield event({**head, "choices": [], "usage": self._usage(), **self._service.signature})
 
     def _deltas(self, events: Sequence[Event]) -> list[dict[str, Any]]:
         """One delta per event, and one for all events of a call in a row."""
@@ -309,19 +292,16 @@ class _Answer:
         own = self._body.echo and last.get("role") == self._service.config.response_role
         return content if own and isinstance(content, str) else ""
 
-    def _logprobs(self, step: Step) -> dict[str, Any] | None:
+    def _logprobs(self, told: Choice | Step) -> dict[str, Any] | None:
         """Hidden reasoning hides its tokens too."""
-        if not step.logprobs or not self._body.include_reasoning:
+        if not told.logprobs or not self._body.include_reasoning:
             return None
-        return logprobs.chat(self._names, step.logprobs, self._body.top or 0)
+        return logprobs.chat(self._names, told.logprobs, self._body.top or 0)
 
-    def _token_ids(self, step: Step) -> list[int] | None:
-        return step.token_ids if self._body.return_token_ids and self._body.include_reasoning else None
+    def _token_ids(self, told: Choice | Step) -> list[int] | None:
+        return told.token_ids if self._body.return_token_ids and self._body.include_reasoning else None
 
-    def _usage(self) -> Any:
+    def _usage(self) -> Usage:
         counted = usage([turn.choice for turn in self._turns])
         counted["completion_tokens_details"] = {"reasoning_tokens": sum(turn.reasoning_tokens for turn in self._turns)}
         return counted
-
-    def _fingerprint(self) -> dict[str, str]:
-        return {} if self._service.fingerprint is None else {"system_fingerprint": self._service.fingerprint}

@@ -15,7 +15,7 @@ from leyden.errors import RequestError
 from leyden.server import logprobs
 from leyden.server.client import Stream
 from leyden.server.protocol import Completion, CompletionChoice, CompletionRequest
-from leyden.server.service import Choice, Service, Step, advance, usage
+from leyden.server.service import Choice, Service, Step, usage
 from leyden.server.streaming import EventStream, event, json_response, unless_disconnected
 from leyden.types import Request, SamplingParams, TokenLogprobs
 
@@ -30,7 +30,7 @@ async def create(service: Service, body: CompletionRequest, http: HttpRequest) -
     answer = _Answer(service, body, response_id, model, requests)
     if body.stream:
         stream = await service.generate(body, requests)
-        return EventStream(answer.frames(stream), service.config.ping_interval, service.headers(body))
+        return EventStream(stream, answer.frames(stream), service.config.ping_interval, service.headers(body))
     whole = await unless_disconnected(http.receive, answer.whole())
     return json_response(whole, headers=service.headers(body))
 
@@ -83,27 +83,23 @@ class _Answer:
 
     async def whole(self) -> Completion:
         texts = [""] * len(self._requests)
-        ids: list[list[int]] = [[] for _ in self._requests]
         pieces: list[list[dict[str, Any]]] = [[] for _ in self._requests]
         with await self._service.generate(self._body, self._requests) as stream:
             async for delta in stream:
-                choice, step = advance(stream, self._choices, delta)
+                choice, step = self._service.advance(stream, self._choices, delta)
                 text, piece = self._piece(choice, step)
                 texts[choice.index] += text
-                ids[choice.index] += step.token_ids
                 if piece is not None:
                     pieces[choice.index].append(piece)
         choices = list(self._choices.values())
-        for text in texts:
-            self._service.log_output(self._head["id"], text)
         body: Completion = {
             "id": self._head["id"],
             "object": "text_completion",
             "created": self._head["created"],
             "model": self._head["model"],
             "choices": [
-                self._choice(choice, text, logprobs.join(found) if found else None, tokens)
-                for choice, text, found, tokens in zip(choices, texts, pieces, ids, strict=True)
+                self._choice(choice, text, logprobs.join(found) if found else None)
+                for choice, text, found in zip(choices, texts, pieces, strict=True)
             ],
             "service_tier": None,
             "system_fingerprint": self._service.fingerprint,
@@ -114,7 +110,7 @@ class _Answer:
         }
         return body
 
-    def _choice(self, choice: Choice, text: str, found: dict[str, Any] | None, tokens: list[int]) -> CompletionChoice:
+    def _choice(self, choice: Choice, text: str, found: dict[str, Any] | None) -> CompletionChoice:
         prompt = choice.prompt_logprobs
         return {
             "index": choice.index,
@@ -122,7 +118,7 @@ class _Answer:
             "logprobs": found,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
-            "token_ids": tokens if self._body.return_token_ids else None,
+            "token_ids": choice.token_ids if self._body.return_token_ids else None,
             "prompt_logprobs": None if prompt is None else logprobs.prompt(self._names, prompt),
             "prompt_token_ids": choice.request.prompt if self._body.return_token_ids else None,
             "routed_experts": None,
@@ -131,46 +127,42 @@ class _Answer:
     async def frames(self, stream: Stream) -> AsyncGenerator[bytes, None]:
         service, body = self._service, self._body
         include_usage, continuous = service.usage_options(body)
-        first = [True] * len(self._requests)
-        with stream:
-            async for delta in stream:
-                choice, step = advance(stream, self._choices, delta)
-                text, piece = self._piece(choice, step)
-                over = choice.finish_reason is not None
-                if not (text or over or piece or (body.return_token_ids and step.token_ids)):
-                    continue
-                chunk: dict[str, Any] = {
-                    **self._head,
-                    "choices": [
-                        {
-                            "index": choice.index,
-                            "text": text,
-                            "logprobs": piece,
-                            "finish_reason": choice.finish_reason,
-                            "stop_reason": choice.stop_reason,
-                            "prompt_token_ids": choice.request.prompt
-                            if body.return_token_ids and first[choice.index]
-                            else None,
-                            "token_ids": step.token_ids if body.return_token_ids else None,
-                        }
-                    ],
-                }
-                first[choice.index] = False
-                if over and not include_usage and service.fingerprint is not None:
-                    chunk["system_fingerprint"] = service.fingerprint
-                if continuous:
-                    chunk["usage"] = usage([choice], details=False)
-                yield event(chunk)
-        if include_usage:
-            chunk = {**self._head, "choices": [], "usage": usage(list(self._choices.values()))}
-            if service.fingerprint is not None:
-                chunk["system_fingerprint"] = service.fingerprint
+        untold = {choice.index for choice in self._choices.values()} if body.return_token_ids else set()
+        async for delta in stream:
+            choice, step = service.advance(stream, self._choices, delta)
+            text, piece = self._piece(choice, step)
+            over = choice.finish_reason is not None
+            if not (text or over or piece or (body.return_token_ids and step.token_ids)):
+                continue
+            chunk: dict[str, Any] = {
+                **self._head,
+                "choices": [
+                    {
+                        "index": choice.index,
+                        "text": text,
+                        "logprobs": piece,
+                        "finish_reason": choice.finish_reason,
+                        "stop_reason": choice.stop_reason,
+                        "prompt_token_ids": choice.request.prompt if choice.index in untold else None,
+                        "token_ids": step.token_ids if body.return_token_ids else None,
+                    }
+                ],
+            }
+            untold.discard(choice.index)
+            if over and not include_usage:
+                chunk |= service.signature
+            if continuous:
+                chunk["usage"] = usage([choice], details=False)
             yield event(chunk)
+        if include_usage:
+            yield event(
+                {**self._head, "choices": [], "usage": usage(list(self._choices.values())), **service.signature}
+            )
 
     def _piece(self, choice: Choice, step: Step) -> tuple[str, dict[str, Any] | None]:
         """Text and log-probabilities of a step; the first one of an echoing choice brings the prompt along."""
         text, ids = step.text, step.token_ids
-        found: list[TokenLogprobs | None] = list(step.logprobs or ())
+        found: list[TokenLogprobs | None] = [*step.logprobs]
         if self._body.max_tokens == 0:  # the prompt was to be scored only: what was generated for it is left out
             text, ids, found = "", [], []
         if not self._echoed[choice.index]:
@@ -179,7 +171,7 @@ class _Answer:
             text = self._prompt_text(choice) + text
             if choice.prompt_logprobs is not None:
                 ids, found = prompt + ids, [*choice.prompt_logprobs, *found]
-        if self._body.logprobs is None:
+        if self._body.logprobs is None or not ids:
             return text, None
         return text, self._logprobs[choice.index].add(found, ids)
 

@@ -187,8 +187,8 @@ def test_requests_are_logged_only_if_asked_for(start: Any, caplog: pytest.LogCap
     logged = {"enable_log_requests": True, "enable_log_outputs": True, "max_log_len": 80}
     with start({"secret": "</think>answer"}, **logged) as server:
         server.chat("secret", request_id="me")
-    lines = [record.getMessage() for record in caplog.records if "me:" in record.getMessage()]
-    assert len(lines) == 3 and "prompt tokens" in lines[0] and lines[2] == "chatcmpl-me: answer 'answer'"
+    lines = [record.getMessage() for record in caplog.records if "chatcmpl-me" in record.getMessage()]
+    assert len(lines) == 3 and "prompt tokens" in lines[0] and lines[2].endswith(": answer '</think>answer<|im_end|>'")
     assert len(lines[1]) < 120
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from leyden.errors import EngineDead
+from leyden.server.client import Stream
 from leyden.server.streaming import DONE, PING, EventStream, unless_disconnected
 from tests.server.conftest import Server, eventually
 
@@ -84,7 +86,7 @@ async def collected(frames: AsyncGenerator[bytes, None], ping_interval: float = 
         if message["type"] == "http.response.body":
             bodies.append(message["body"])
 
-    await EventStream(frames, ping_interval, {})({"type": "http"}, receive, send)
+    await EventStream(nullcontext(), frames, ping_interval, {})({"type": "http"}, receive, send)
     return bodies
 
 
@@ -98,6 +100,27 @@ def test_errors_become_a_last_event():
     assert b'"code":503' in error and b"SIGKILL" not in error
     _, error, _ = asyncio.run(collected(failing(ZeroDivisionError("in our /code/path.py"))))
     assert b'"code":500' in error and b"path" not in error
+
+
+def test_a_client_that_left_before_the_first_frame_leaves_nothing_running():
+    left: list[str] = []
+
+    async def frames() -> AsyncGenerator[bytes, None]:
+        raise AssertionError
+        yield b""
+
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def main() -> None:
+        stream = Stream(["a"], left.extend)
+        await EventStream(stream, frames(), 15, {})({"type": "http"}, gone, send)
+
+    asyncio.run(main())
+    assert left == ["a"]
 
 
 def test_pings_only_in_silence():
