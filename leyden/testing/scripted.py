@@ -2,13 +2,14 @@
 
     python -m leyden.testing.scripted FILE --port 8000
 
-FILE is {"cases": {ID: {"text": ..., "finish_reason": "stop", "chunks": [...], "cached_tokens": 0}}}. The answer to a request
-is the case whose ID is its last user message (or its whole prompt, on /v1/completions); an unknown one gets its own words
-back. Only `text` is needed:
+FILE is {"cases": {ID: {"text": ..., "finish_reason": "stop", "chunks": [...], "cached_tokens": 0}}}. The answer to a
+request is the case whose ID is its last user message (or its whole prompt, on /v1/completions); an unknown one gets its
+own words back. Only `text` is needed:
 
     finish_reason    "stop": an end-of-sequence token follows the text; "length": the text is cut there;
                      "error": the engine fails on the request there; "crash": the engine dies there
-    chunks           lengths, in characters, of the pieces that come in one engine step each; the rest comes token by token
+    chunks           lengths, in characters, of the pieces that come in one engine step each; the rest comes token by
+                     token
 
 It generates nothing and knows no model: tokens, counts, limits and log-probabilities are made up, the same each time.
 """
@@ -228,9 +229,7 @@ def running(app: fastapi.FastAPI) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m leyden.testing.scripted", description="A server that replays texts."
-    )
+    parser = argparse.ArgumentParser("python -m leyden.testing.scripted", description="A server that replays texts.")
     parser.add_argument("file", help='JSON: {"cases": {ID: {"text": ...}}}')
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
