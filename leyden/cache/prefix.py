@@ -25,6 +25,10 @@ from dataclasses import dataclass, field
 from itertools import count
 
 
+# Uses to come of a snapshot that was used never, once, twice, ...: see PrefixCache._value.
+_USES = (1.0, 0.2)
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """One full page in the tree; roots have no page and no tokens."""
@@ -239,14 +243,16 @@ class PrefixCache:
         return min(self._snapshots, key=self._value)
 
     def _value(self, snapshot: Snapshot) -> float:
-        """Tokens that it saves over the next shorter snapshot, times its uses, over the time that nobody came for it.
+        """Tokens that it saves over the next shorter snapshot, times the uses to come, over the time since the last.
 
-        All snapshots have the same size, so bytes make no difference between them.
+        One that was used once has most likely been left behind by its conversation, one that was used more often lies
+        where conversations part. All snapshots have the same size, so bytes make no difference between them.
         """
         while snapshot.base is not None and snapshot.base.gone:
             snapshot.base = snapshot.base.base
         saved = snapshot.length - (snapshot.base.length if snapshot.base is not None else 0)
-        return saved * (1 + snapshot.hits) / (1 + self._tick - snapshot.used)
+        uses = _USES[snapshot.hits] if snapshot.hits < len(_USES) else snapshot.hits
+        return saved * uses / (1 + self._tick - snapshot.used)
 
     def _evict_page(self) -> bool:
         """Free a page: the leaf that rested longest, else what the snapshot of the least value holds."""

@@ -18,7 +18,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from leyden.errors import CheckpointError, RequestError
-from leyden.text.tokenizer import Tokenizer
+from leyden.text.tokenizer import Tokenizer, read_json
 
 Message = Mapping[str, Any]
 
@@ -61,10 +61,9 @@ class ChatTemplate:
         file = Path(folder) / "chat_template.jinja"
         if file.is_file():
             return cls(file.read_text(encoding="utf-8"), tokenizer)
-        config = Path(folder) / "tokenizer_config.json"
-        source = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+        source = read_json(Path(folder) / "tokenizer_config.json").get("chat_template")
         if isinstance(source, list):
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+            source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
         if not isinstance(source, str):
             raise CheckpointError(
                 f"{folder} holds no chat template: neither chat_template.jinja nor a (default) chat_template in "

@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leyden.errors import CheckpointError, RequestError
@@ -90,6 +90,7 @@ def test_D25_think_tags_of_an_earlier_answer_are_its_structure(template, tokeniz
     assert (ids.count(11), ids.count(12), ids.count(13), ids.count(14)) == (3, 2, 1, 0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(ROLES), st.text() | st.sampled_from([FORGED, "think", "<", "</think>"]))))
 def test_encoding_keeps_the_text_and_places_no_token_of_its_own(template, tokenizer, turns):
     messages = normalise([user("q"), *({"role": role, "content": text} for role, text in turns)])

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leyden.server.parsers.schema import DROP, Parameters, dumps
@@ -148,6 +148,7 @@ texts = st.text() | st.recursive(
 ).map(json.dumps)
 
 
+@settings(deadline=None)
 @given(schemas, texts)
 def test_any_text_for_any_schema_gives_json(schema, text):
     value = read(text, schema)
