@@ -40,7 +40,7 @@ class ServerConfig:
     chat_template: str | None = None  # file or text instead of the checkpoint's
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     exclude_tools_when_tool_choice_none: bool = False
-    reasoning_parser: str = "nemotron_v3"
+    reasoning_parser: str | None = "nemotron_v3"  # None: thinking is content
     tool_call_parser: str = "qwen3_coder"
 
     # how it answers
@@ -78,7 +78,8 @@ class ServerConfig:
         ):
             value = getattr(self, name)
             if value < low or (high is not None and value > high):
-                raise ConfigError(f"--{_flag(name)} must be {low} or more{f', up to {high}' if high else ''}, got {value}")
+                wanted = f"at least {low}" if high is None else f"between {low} and {high}"
+                raise ConfigError(f"--{_flag(name)} must be {wanted}, got {value}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together: give both or none")
         if self.fingerprint_mode == "custom" and not self.fingerprint_value:

@@ -1,7 +1,7 @@
 """The HTTP server: routes, error shapes, and the program around them.
 
-    build    the FastAPI application over an engine client (tests call it without a socket)
-    serve    uvicorn around it, until it is told to stop or the engine is gone
+build    the FastAPI application over an engine client (tests call it without a socket)
+serve    uvicorn around it, until it is told to stop or the engine is gone
 """
 
 import asyncio
@@ -23,10 +23,11 @@ from starlette.responses import Response
 
 from leyden import __version__, log
 from leyden.config.server import ServerConfig
-from leyden.errors import EngineDead, Overloaded, RequestError
+from leyden.errors import ConfigError, EngineDead, Overloaded, RequestError
 from leyden.server import chat, completions
 from leyden.server.client import EngineClient
 from leyden.server.gate import Gate
+from leyden.server.parsers import REASONING_PARSERS, TOOL_PARSERS
 from leyden.server.protocol import (
     ChatCompletion,
     ChatRequest,
@@ -60,11 +61,17 @@ def build(
     model: str,
     defaults: Mapping[str, Any] | None = None,
 ) -> fastapi.FastAPI:
-    """The application. It opens `client` when it starts and closes it when it ends.
+    """The application, which opens `client` when it starts and closes it when it ends.
+
+    Raises ConfigError if `config` names a parser that there is not.
 
     model       the model as it was given: its name, unless the config has others
     defaults    sampling values of generation_config.json: see Service
     """
+    for name, accepted in (("reasoning_parser", REASONING_PARSERS), ("tool_call_parser", TOOL_PARSERS)):
+        if getattr(config, name) not in accepted:
+            names = ", ".join(sorted(filter(None, accepted)))
+            raise ConfigError(f"--{name.replace('_', '-')} must be one of {names}, got {getattr(config, name)!r}")
     service = Service(
         config=config,
         client=client,
@@ -82,9 +89,12 @@ def build(
         yield
         await client.close()
 
-    docs = {"docs_url": None, "redoc_url": None, "openapi_url": None} if config.disable_fastapi_docs else {}
     app = fastapi.FastAPI(
-        title="leyden", version=__version__, lifespan=lifespan, root_path=config.root_path, redirect_slashes=False, **docs
+        title="leyden",
+        version=__version__,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        openapi_url=None if config.disable_fastapi_docs else "/openapi.json",  # /docs and /redoc go with it
     )
     app.router.route_class = _JsonRoute
     app.state.running = 0
@@ -180,13 +190,15 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
-    stream = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    def responses(whole: type) -> dict[int | str, dict[str, Any]]:
+        stream = {"text/event-stream": {"schema": {"type": "string"}}}
+        return {200: {"model": whole, "content": stream}, **_ERRORS}
 
-    @app.post("/v1/chat/completions", response_model=None, responses={200: {"model": ChatCompletion, **stream}, **_ERRORS})
+    @app.post("/v1/chat/completions", response_model=None, responses=responses(ChatCompletion))
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         return await chat.create(service, body, http)
 
-    @app.post("/v1/completions", response_model=None, responses={200: {"model": Completion, **stream}, **_ERRORS})
+    @app.post("/v1/completions", response_model=None, responses=responses(Completion))
     async def text_completions(body: CompletionRequest, http: Request) -> Response:
         return await completions.create(service, body, http)
 
@@ -224,6 +236,8 @@ def _add_models(app: fastapi.FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}", response_model=None, responses={200: {"model": ModelCard}, 404: _ERRORS[404]})
     async def model_card(name: str) -> Response:
+        if not name:
+            raise HTTPException(404)
         return json_response(card(service.check_model(name)))
 
 
@@ -292,7 +306,9 @@ def serve(app: fastapi.FastAPI, config: ServerConfig, client: EngineClient) -> i
     if config.disable_access_log_for_endpoints:
         logging.getLogger("uvicorn.access").addFilter(_Quiet(config.disable_access_log_for_endpoints))
     if not config.local and not config.api_key:
-        logger.warning("whoever reaches %s port %d can use this server: --api-key restricts it", config.host, config.port)
+        logger.warning(
+            "anyone who reaches %s port %d can use this server; --api-key prevents it", config.host, config.port
+        )
 
     async def main() -> int:
         server = _Server(settings)

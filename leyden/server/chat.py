@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: messages in; reasoning, content and tool calls out.
 
-There is one path for both ways of answering: a step of the engine becomes deltas, a stream sends them, and a whole answer
-is their sum. Reasoning and content never share a delta.
+Both ways of answering see the same events of the parser: a stream sends them as deltas, a whole answer is their sum.
+Reasoning and content never share a delta.
 """
 
 import asyncio
@@ -15,19 +15,22 @@ from starlette.responses import Response
 from leyden.server import logprobs
 from leyden.server.client import Stream
 from leyden.server.parsers import (
+    SPECIAL,
     ContentDelta,
     Event,
     OutputParser,
     ReasoningDelta,
+    ReasoningIsContent,
     ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
+    collect,
+    starts_thinking,
 )
-from leyden.server.protocol import ChatChoice, ChatCompletion, ChatRequest, Message
-from leyden.server.service import Choice, Service, Step, advance, usage
+from leyden.server.protocol import ChatChoice, ChatCompletion, ChatRequest, Message, Usage
+from leyden.server.service import Choice, Service, Step, usage
 from leyden.server.streaming import EventStream, event, json_response, unless_disconnected
 from leyden.text.template import normalise
-from leyden.text.tokenizer import Tokenizer
 from leyden.types import Request
 
 _EFFORT_HINTS = ("low_effort", "medium_effort")  # what templates of this family call a request to think less
@@ -45,7 +48,7 @@ async def create(service: Service, body: ChatRequest, http: HttpRequest) -> Resp
     answer = _Answer(service, body, response_id, model, requests, kwargs)
     if body.stream:
         stream = await service.generate(body, requests)
-        return EventStream(answer.frames(stream), service.config.ping_interval, service.headers(body))
+        return EventStream(stream, answer.frames(stream), service.config.ping_interval, service.headers(body))
     whole = await unless_disconnected(http.receive, answer.whole())
     return json_response(whole, headers=service.headers(body))
 
@@ -76,91 +79,44 @@ def _prompt(service: Service, body: ChatRequest, kwargs: dict[str, Any]) -> list
     return service.truncate(ids, body)
 
 
-def thinks(prompt: Sequence[int], tokenizer: Tokenizer, default: bool) -> bool:
-    """Whether the answer to a prompt begins inside thinking: what its last turn opened and did not close decides."""
-    opened, closed = tokenizer.id_of("<think>"), tokenizer.id_of("</think>")
-    turn = tokenizer.id_of("<|im_start|>")
-    for id in reversed(prompt):
-        if id in (opened, closed):
-            return id == opened
-        if id == turn:
-            break
-    return default
-
-
 class _Turn:
-    """One choice on its way from tokens to the deltas of its message."""
+    """One choice on its way from tokens to what was said with them."""
 
-    def __init__(self, choice: Choice, parser: OutputParser, reasoning_fields: Sequence[str], thinking: bool, end: int):
+    def __init__(self, choice: Choice, parser: OutputParser, thinking: bool, end: int, call: int):
+        """`end` and `call`: ids of </think> and <tool_call>."""
         self.choice = choice
         self.reasoning_tokens = 0
         self._parser = parser
-        self._reasoning_fields = reasoning_fields
         self._thinking = thinking
-        self._end_of_thinking = end
-        self._open_call: int | None = None
-        self._calls = 0
+        self._end = end
+        self._call = call
+        self._before_call: int | None = None
 
-    def read(self, step: Step) -> list[dict[str, Any]]:
-        """The deltas that a step brought, in order. The last step of the choice empties the parser."""
+    def read(self, step: Step) -> list[Event]:
+        """What a step brought, in order. The last step of the choice empties the parser."""
         self._count_reasoning(step.token_ids)
         events = self._parser.feed(step.text)
         if self.choice.finish_reason is not None:
-            events += self._parser.finish(self.choice.finish_reason)
-        deltas: list[dict[str, Any]] = []
-        for found in events:
-            if (delta := self._delta(found)) is not None and not (deltas and _join(deltas[-1], delta)):
-                deltas.append(delta)
-        return deltas
+            cut = self.choice.finish_reason != "stop" or isinstance(self.choice.stop_reason, str)
+            events += self._parser.finish(cut)
+            if self._thinking and self._before_call is not None and any(isinstance(e, ToolCallStart) for e in events):
+                self.reasoning_tokens = self._before_call  # the call itself ended the thinking
+        return events
 
     @property
     def finish_reason(self) -> str | None:
-        """A cut or unfinished call is no call: the client must not run it."""
-        called = self._calls and self._open_call is None and self.choice.finish_reason == "stop"
-        return "tool_calls" if called else self.choice.finish_reason
-
-    @property
-    def complete_calls(self) -> int:
-        return self._calls - (self._open_call is not None)
-
-    def _delta(self, found: Event) -> dict[str, Any] | None:
-        match found:
-            case ReasoningDelta(text):
-                return dict.fromkeys(self._reasoning_fields, text) or None
-            case ContentDelta(text):
-                self._thinking = False
-                return {"content": text}
-            case ToolCallStart(index, id, name):
-                self._thinking = False
-                self._open_call, self._calls = index, index + 1
-                function = {"name": name, "arguments": ""}
-                return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
-            case ToolCallArguments(index, text):
-                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-            case ToolCallEnd():
-                self._open_call = None
-                return None
+        reason = self.choice.finish_reason
+        return None if reason is None else self._parser.finish_reason(reason)
 
     def _count_reasoning(self, ids: Sequence[int]) -> None:
-        if self._thinking:
-            if self._end_of_thinking in ids:
-                self._thinking = False
-                ids = ids[: ids.index(self._end_of_thinking)]
-            self.reasoning_tokens += len(ids)
-
-
-def _join(last: dict[str, Any], delta: dict[str, Any]) -> bool:
-    """Append a delta to the one before it, if both are of the same kind and, for calls, of the same call."""
-    if last.keys() != delta.keys():
-        return False
-    if calls := delta.get("tool_calls"):
-        if last["tool_calls"][-1]["index"] != calls[0]["index"]:
-            return False
-        last["tool_calls"][-1]["function"]["arguments"] += calls[0]["function"]["arguments"]
-    else:
-        for key, text in delta.items():
-            last[key] += text
-    return True
+        if not self._thinking:
+            return
+        if self._end in ids:
+            self._thinking = False
+            ids = ids[: ids.index(self._end)]
+        if self._before_call is None and self._call in ids:
+            self._before_call = self.reasoning_tokens + ids.index(self._call)
+        self.reasoning_tokens += len(ids)
 
 
 class _Answer:
@@ -180,41 +136,46 @@ class _Answer:
         self._requests = requests
         self._head: dict[str, Any] = {"id": response_id, "created": int(time.time()), "model": model}
         tokenizer, config = service.tokenizer, service.config
-        prompt = requests[0].prompt
-        thinking = thinks(prompt, tokenizer, kwargs.get("enable_thinking") is not False)
         both = ("reasoning", "reasoning_content") if config.reasoning_field == "both" else (config.reasoning_field,)
         self._reasoning_fields = both
+        prompt = requests[0].prompt
+        thinking = config.reasoning_parser is not None and starts_thinking(
+            prompt, tokenizer, kwargs.get("enable_thinking") is not False
+        )
+        special = [tokenizer.id_of(text) for text in SPECIAL]
+        end, call = tokenizer.id_of("</think>"), tokenizer.id_of("<tool_call>")
         self._choices: dict[str, Choice] = {}
         self._turns: list[_Turn] = []
         for index, request in enumerate(requests):
+            choice = Choice(index, request, tokenizer, special)
             parser = OutputParser(
-                tools=body.tools if body.tool_choice != "none" else None,
+                body.tools if body.tool_choice != "none" else None,
                 thinking=thinking,
                 force_nonempty_content=bool(kwargs.get("force_nonempty_content")),
-                parallel=body.parallel_tool_calls is not False,
+                parallel_tool_calls=body.parallel_tool_calls is not False,
+                special_at=choice.special_at,
+                reasoning_parser=config.reasoning_parser,
+                tool_parser=config.tool_call_parser,
             )
-            choice = Choice(index, request, tokenizer, keep=parser.keep(tokenizer))
             self._choices[request.id] = choice
-            shown = both if body.include_reasoning else ()
-            self._turns.append(_Turn(choice, parser, shown, thinking, tokenizer.id_of("</think>")))
+            self._turns.append(_Turn(choice, parser, thinking, end, call))
         self._names = logprobs.Names(tokenizer, body.return_tokens_as_token_ids or config.return_tokens_as_token_ids)
         self._prompt_ids = prompt if body.return_token_ids else None
         self._prompt_text = tokenizer.decode(prompt) if body.return_prompt_text else None
 
     async def whole(self) -> ChatCompletion:
-        messages = [self._empty_message() for _ in self._turns]
-        steps: list[list[Step]] = [[] for _ in self._turns]
+        events: list[list[Event]] = [[] for _ in self._turns]
         with await self._service.generate(self._body, self._requests) as stream:
             async for delta in stream:
-                choice, step = advance(stream, self._choices, delta)
-                steps[choice.index].append(step)
-                for piece in self._turns[choice.index].read(step):
-                    _add(messages[choice.index], piece)
+                choice, step = self._service.advance(stream, self._choices, delta)
+                events[choice.index] += self._turns[choice.index].read(step)
         prompt_logprobs = self._turns[0].choice.prompt_logprobs
         body: ChatCompletion = {
-            **self._head,
+            "id": self._head["id"],
             "object": "chat.completion",
-            "choices": [self._choice(*found) for found in zip(self._turns, messages, steps, strict=True)],
+            "created": self._head["created"],
+            "model": self._head["model"],
+            "choices": [self._choice(*found) for found in zip(self._turns, events, strict=True)],
             "service_tier": None,
             "system_fingerprint": self._service.fingerprint,
             "usage": self._usage(),
@@ -227,95 +188,102 @@ class _Answer:
         }
         return body
 
-    def _choice(self, turn: _Turn, message: Message, steps: Sequence[Step]) -> ChatChoice:
-        if "tool_calls" in message:
-            message["content"] = (message["content"] or "").strip() or None
-            message["tool_calls"] = message["tool_calls"][: turn.complete_calls]
-            if not message["tool_calls"]:
-                del message["tool_calls"]
-        self._service.log_output(self._head["id"], message["content"] or "")
-        token_ids = [id for step in steps for id in step.token_ids]
-        found = [token for step in steps for token in step.logprobs or ()]
-        whole = Step("", token_ids, found if self._body.logprobs else None)
+    def _choice(self, turn: _Turn, events: Sequence[Event]) -> ChatChoice:
         return {
             "index": turn.choice.index,
-            "message": message,
-            "logprobs": self._logprobs(whole),
+            "message": self._message(events),
+            "logprobs": self._logprobs(turn.choice),
             "finish_reason": turn.finish_reason,
             "stop_reason": turn.choice.stop_reason,
-            "token_ids": self._token_ids(whole),
+            "token_ids": self._token_ids(turn.choice),
             "routed_experts": None,
         }
 
-    async def frames(self, stream: Stream) -> AsyncGenerator[bytes, None]:
-        include_usage, continuous = self._service.usage_options(self._body)
-        self._head["object"] = "chat.completion.chunk"
-        started = False
-        with stream:
-            async for delta in stream:
-                frames: list[bytes] = []
-                if not started:  # only now: an error before the first token gives no half-begun answer
-                    started = True
-                    frames += [self._first_frame(turn, continuous) for turn in self._turns]
-                choice, step = advance(stream, self._choices, delta)
-                turn = self._turns[choice.index]
-                deltas = turn.read(step)
-                over = choice.finish_reason is not None
-                if not deltas and (over or self._token_ids(step) or self._logprobs(step)):
-                    deltas = [{}]
-                for position, piece in enumerate(deltas):
-                    last = over and position == len(deltas) - 1
-                    frames.append(self._frame(turn, piece, step, last, include_usage, continuous))
-                    step = Step("", [], None)  # its tokens have been told
-                if frames:
-                    yield b"".join(frames)
-        if include_usage:
-            yield event({**self._head, "choices": [], "usage": self._usage(), **self._fingerprint()})
-
-    def _first_frame(self, turn: _Turn, continuous: bool) -> bytes:
-        delta = {"role": self._service.config.response_role, "content": self._echo()}
-        chunk = {
-            **self._head,
-            "choices": [{"index": turn.choice.index, "delta": delta, "logprobs": None, "finish_reason": None}],
-            "prompt_token_ids": self._prompt_ids,
-            "prompt_text": self._prompt_text,
-        }
-        if continuous:
-            chunk["usage"] = usage([turn.choice], details=False)
-        return event(chunk)
-
-    def _frame(
-        self, turn: _Turn, delta: dict[str, Any], step: Step, last: bool, include_usage: bool, continuous: bool
-    ) -> bytes:
-        choice: dict[str, Any] = {
-            "index": turn.choice.index,
-            "delta": delta,
-            "logprobs": self._logprobs(step),
-            "finish_reason": None,
-            "token_ids": self._token_ids(step),
-        }
-        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-        if last:
-            choice["finish_reason"] = turn.finish_reason
-            choice["stop_reason"] = turn.choice.stop_reason
-            if not include_usage:
-                chunk |= self._fingerprint()
-        if continuous:
-            chunk["usage"] = usage([turn.choice], details=False)
-        return event(chunk)
-
-    def _empty_message(self) -> Message:
+    def _message(self, events: Sequence[Event]) -> Message:
+        parsed = collect(events)
         message: Message = {
             "role": self._service.config.response_role,
-            "content": self._echo() or None,
+            "content": self._echo() + (parsed.content or "") or None,
             "refusal": None,
             "annotations": None,
             "audio": None,
             "function_call": None,
         }
         for name in self._reasoning_fields:
-            message[name] = None  # type: ignore[literal-required]
+            message[name] = parsed.reasoning if self._body.include_reasoning else None  # type: ignore[literal-required]
+        if parsed.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in parsed.tool_calls
+            ]
         return message
+
+    async def frames(self, stream: Stream) -> AsyncGenerator[bytes, None]:
+        include_usage, continuous = self._service.usage_options(self._body)
+        head = self._head | {"object": "chat.completion.chunk"}
+
+        def frame(turn: _Turn, choice: dict[str, Any], **more: Any) -> bytes:
+            chunk = {**head, "choices": [{"index": turn.choice.index, **choice}], **more}
+            if continuous:
+                chunk["usage"] = usage([turn.choice], details=False)
+            return event(chunk)
+
+        started = False
+        async for delta in stream:
+            frames: list[bytes] = []
+            if not started:  # only now: an error before the first token gives no half-begun answer
+                started = True
+                role = {"role": self._service.config.response_role, "content": self._echo()}
+                first = {"delta": role, "logprobs": None, "finish_reason": None}
+                prompt = {"prompt_token_ids": self._prompt_ids, "prompt_text": self._prompt_text}
+                frames += [frame(turn, first, **prompt) for turn in self._turns]
+            choice, step = self._service.advance(stream, self._choices, delta)
+            turn = self._turns[choice.index]
+            deltas = self._deltas(turn.read(step))
+            found, token_ids = self._logprobs(step), self._token_ids(step)
+            over = choice.finish_reason is not None
+            if not deltas and (over or found or token_ids):
+                deltas = [{}]
+            for position, piece in enumerate(deltas, 1):
+                told: dict[str, Any] = {
+                    "delta": piece,
+                    "logprobs": found,
+                    "finish_reason": None,
+                    "token_ids": token_ids,
+                }
+                if over and position == len(deltas):
+                    told |= {"finish_reason": turn.finish_reason, "stop_reason": choice.stop_reason}
+                    frames.append(frame(turn, told, **({} if include_usage else self._service.signature)))
+                else:
+                    frames.append(frame(turn, told))
+                found, token_ids = None, None if token_ids is None else []  # told with the first delta
+            if frames:
+                yield b"".join(frames)
+        if include_usage:
+            yield event({**head, "choices": [], "usage": self._usage(), **self._service.signature})
+
+    def _deltas(self, events: Sequence[Event]) -> list[dict[str, Any]]:
+        """One delta per event, and one for all events of a call in a row."""
+        deltas: list[dict[str, Any]] = []
+        for found in events:
+            match found:
+                case ReasoningDelta(text):
+                    if self._body.include_reasoning:
+                        deltas.append(dict.fromkeys(self._reasoning_fields, text))
+                case ContentDelta(text) | ReasoningIsContent(text):
+                    deltas.append({"content": text})
+                case ToolCallStart(index, id, name):
+                    call = {"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+                    deltas.append({"tool_calls": [call]})
+                case ToolCallArguments(index, text):
+                    last = deltas[-1].get("tool_calls") if deltas else None
+                    if last and last[0]["index"] == index:
+                        last[0]["function"]["arguments"] += text
+                    else:
+                        deltas.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+                case ToolCallEnd():
+                    pass
+        return deltas
 
     def _echo(self) -> str:
         """With `echo`: the text of the last message, if it is the answer's own beginning."""
@@ -324,31 +292,16 @@ class _Answer:
         own = self._body.echo and last.get("role") == self._service.config.response_role
         return content if own and isinstance(content, str) else ""
 
-    def _logprobs(self, step: Step) -> dict[str, Any] | None:
+    def _logprobs(self, told: Choice | Step) -> dict[str, Any] | None:
         """Hidden reasoning hides its tokens too."""
-        if not step.logprobs or not self._body.include_reasoning:
+        if not told.logprobs or not self._body.include_reasoning:
             return None
-        return logprobs.chat(self._names, step.logprobs, self._body.top or 0)
+        return logprobs.chat(self._names, told.logprobs, self._body.top or 0)
 
-    def _token_ids(self, step: Step) -> list[int] | None:
-        return step.token_ids if self._body.return_token_ids and self._body.include_reasoning else None
+    def _token_ids(self, told: Choice | Step) -> list[int] | None:
+        return told.token_ids if self._body.return_token_ids and self._body.include_reasoning else None
 
-    def _usage(self) -> Any:
+    def _usage(self) -> Usage:
         counted = usage([turn.choice for turn in self._turns])
         counted["completion_tokens_details"] = {"reasoning_tokens": sum(turn.reasoning_tokens for turn in self._turns)}
         return counted
-
-    def _fingerprint(self) -> dict[str, str]:
-        return {} if self._service.fingerprint is None else {"system_fingerprint": self._service.fingerprint}
-
-
-def _add(message: Message, delta: dict[str, Any]) -> None:
-    """Add a delta to the message it is of."""
-    for call in delta.pop("tool_calls", ()):
-        calls = message.setdefault("tool_calls", [])
-        if call["index"] == len(calls):
-            calls.append({key: value for key, value in call.items() if key != "index"})
-        else:
-            calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-    for key, text in delta.items():
-        message[key] = (message[key] or "") + text  # type: ignore[literal-required]

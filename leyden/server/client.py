@@ -6,8 +6,8 @@
     InThread        a Link to an engine in a thread of this process (tests, small programs)
     drive           the loop around an engine, in whatever thread or process it has
 
-The Link to an engine in its own process is in process.py. Nothing here knows HTTP, and nothing here blocks: a reader that
-is slow finds its deltas merged into one, so the engine never waits for a client.
+The Link to an engine in its own process is in process.py. Nothing here knows HTTP, and nothing here blocks: a slow
+reader finds its deltas merged into one, so the engine never waits for a client.
 """
 
 import asyncio
@@ -199,8 +199,8 @@ class Stream:
             async for delta in stream:
                 ...
 
-    At most one delta waits per request: later ones are merged into it. With `interval` above 1 a delta is handed out once
-    it has that many tokens; the first and the last of a request never wait.
+    At most one delta waits per request: later ones are merged into it. With `interval` above 1 a delta is handed out
+    once it has that many tokens; the first and the last of a request never wait.
     """
 
     def __init__(self, ids: Iterable[str], abort: Callable[[list[str]], None], interval: int = 1):
@@ -222,6 +222,11 @@ class Stream:
             merge(held, delta)
         if held.finish_reason is not None:
             self._running.discard(request_id)
+        if held.finish_reason == "error":
+            logger.error("%s: %s", request_id, held.error)
+            self.__exit__()
+            self._error = RequestError("the engine failed on this request; the server's log says why", status=500)
+            held.finish_reason = None  # what came before the failure is delivered, then the error is raised
         if self._due(held):
             self._wake()
 
@@ -355,11 +360,10 @@ class EngineClient:
         match event:
             case Deltas(deltas):
                 for delta in deltas:
-                    stream = self._streams.get(delta.request_id)
-                    if stream is not None:
+                    over = delta.finish_reason is not None
+                    find = self._streams.pop if over else self._streams.get
+                    if (stream := find(delta.request_id, None)) is not None:
                         stream.put(delta)
-                        if delta.finish_reason is not None:
-                            del self._streams[delta.request_id]
             case Accepted(request_id):
                 if verdict := self._pending(request_id):
                     verdict.set_result(None)
@@ -389,7 +393,8 @@ class EngineClient:
         error = EngineDead(reason)
         for stream in set(self._streams.values()):
             stream.fail(error)
-        for future in (*self._verdicts.values(), *self._questions):
+        waiting: list[asyncio.Future[Any]] = [*self._verdicts.values(), *self._questions]
+        for future in waiting:
             if not future.done():
                 future.set_exception(error)
         self._streams.clear()

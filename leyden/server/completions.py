@@ -1,8 +1,11 @@
-"""POST /v1/completions: text (or token ids) in, more of it out. No template, no parsing: special tokens in a prompt count."""
+"""POST /v1/completions: text or token ids in, more of it out.
+
+No template and no parsing: special tokens in the text of a prompt are special, and markup in an answer is text.
+"""
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -12,9 +15,9 @@ from leyden.errors import RequestError
 from leyden.server import logprobs
 from leyden.server.client import Stream
 from leyden.server.protocol import Completion, CompletionChoice, CompletionRequest
-from leyden.server.service import Choice, Service, Step, advance, usage
+from leyden.server.service import Choice, Service, Step, usage
 from leyden.server.streaming import EventStream, event, json_response, unless_disconnected
-from leyden.types import Request, SamplingParams
+from leyden.types import Request, SamplingParams, TokenLogprobs
 
 
 async def create(service: Service, body: CompletionRequest, http: HttpRequest) -> Response:
@@ -27,7 +30,7 @@ async def create(service: Service, body: CompletionRequest, http: HttpRequest) -
     answer = _Answer(service, body, response_id, model, requests)
     if body.stream:
         stream = await service.generate(body, requests)
-        return EventStream(answer.frames(stream), service.config.ping_interval, service.headers(body))
+        return EventStream(stream, answer.frames(stream), service.config.ping_interval, service.headers(body))
     whole = await unless_disconnected(http.receive, answer.whole())
     return json_response(whole, headers=service.headers(body))
 
@@ -56,7 +59,9 @@ def _params(service: Service, body: CompletionRequest, prompt: list[int]) -> Sam
 class _Answer:
     """One response: its choices, and the two ways of sending them."""
 
-    def __init__(self, service: Service, body: CompletionRequest, response_id: str, model: str, requests: list[Request]):
+    def __init__(
+        self, service: Service, body: CompletionRequest, response_id: str, model: str, requests: list[Request]
+    ):
         self._service = service
         self._body = body
         self._requests = requests
@@ -78,24 +83,23 @@ class _Answer:
 
     async def whole(self) -> Completion:
         texts = [""] * len(self._requests)
-        ids: list[list[int]] = [[] for _ in self._requests]
         pieces: list[list[dict[str, Any]]] = [[] for _ in self._requests]
         with await self._service.generate(self._body, self._requests) as stream:
             async for delta in stream:
-                choice, step = advance(stream, self._choices, delta)
+                choice, step = self._service.advance(stream, self._choices, delta)
                 text, piece = self._piece(choice, step)
                 texts[choice.index] += text
-                ids[choice.index] += step.token_ids
                 if piece is not None:
                     pieces[choice.index].append(piece)
         choices = list(self._choices.values())
-        for text in texts:
-            self._service.log_output(self._head["id"], text)
         body: Completion = {
-            **self._head,
+            "id": self._head["id"],
+            "object": "text_completion",
+            "created": self._head["created"],
+            "model": self._head["model"],
             "choices": [
-                self._choice(choice, text, logprobs.join(found) if found else None, tokens)
-                for choice, text, found, tokens in zip(choices, texts, pieces, ids, strict=True)
+                self._choice(choice, text, logprobs.join(found) if found else None)
+                for choice, text, found in zip(choices, texts, pieces, strict=True)
             ],
             "service_tier": None,
             "system_fingerprint": self._service.fingerprint,
@@ -106,7 +110,7 @@ class _Answer:
         }
         return body
 
-    def _choice(self, choice: Choice, text: str, found: dict[str, Any] | None, tokens: list[int]) -> CompletionChoice:
+    def _choice(self, choice: Choice, text: str, found: dict[str, Any] | None) -> CompletionChoice:
         prompt = choice.prompt_logprobs
         return {
             "index": choice.index,
@@ -114,7 +118,7 @@ class _Answer:
             "logprobs": found,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
-            "token_ids": tokens if self._body.return_token_ids else None,
+            "token_ids": choice.token_ids if self._body.return_token_ids else None,
             "prompt_logprobs": None if prompt is None else logprobs.prompt(self._names, prompt),
             "prompt_token_ids": choice.request.prompt if self._body.return_token_ids else None,
             "routed_experts": None,
@@ -123,45 +127,42 @@ class _Answer:
     async def frames(self, stream: Stream) -> AsyncGenerator[bytes, None]:
         service, body = self._service, self._body
         include_usage, continuous = service.usage_options(body)
-        first = [True] * len(self._requests)
-        with stream:
-            async for delta in stream:
-                choice, step = advance(stream, self._choices, delta)
-                text, piece = self._piece(choice, step)
-                over = choice.finish_reason is not None
-                if not (text or over or piece or (body.return_token_ids and step.token_ids)):
-                    continue
-                chunk: dict[str, Any] = {
-                    **self._head,
-                    "choices": [
-                        {
-                            "index": choice.index,
-                            "text": text,
-                            "logprobs": piece,
-                            "finish_reason": choice.finish_reason,
-                            "stop_reason": choice.stop_reason,
-                            "prompt_token_ids": choice.request.prompt
-                            if body.return_token_ids and first[choice.index]
-                            else None,
-                            "token_ids": step.token_ids if body.return_token_ids else None,
-                        }
-                    ],
-                }
-                first[choice.index] = False
-                if over and not include_usage and service.fingerprint is not None:
-                    chunk["system_fingerprint"] = service.fingerprint
-                if continuous:
-                    chunk["usage"] = usage([choice], details=False)
-                yield event(chunk)
-        if include_usage:
-            chunk = {**self._head, "choices": [], "usage": usage(list(self._choices.values()))}
-            if service.fingerprint is not None:
-                chunk["system_fingerprint"] = service.fingerprint
+        untold = {choice.index for choice in self._choices.values()} if body.return_token_ids else set()
+        async for delta in stream:
+            choice, step = service.advance(stream, self._choices, delta)
+            text, piece = self._piece(choice, step)
+            over = choice.finish_reason is not None
+            if not (text or over or piece or (body.return_token_ids and step.token_ids)):
+                continue
+            chunk: dict[str, Any] = {
+                **self._head,
+                "choices": [
+                    {
+                        "index": choice.index,
+                        "text": text,
+                        "logprobs": piece,
+                        "finish_reason": choice.finish_reason,
+                        "stop_reason": choice.stop_reason,
+                        "prompt_token_ids": choice.request.prompt if choice.index in untold else None,
+                        "token_ids": step.token_ids if body.return_token_ids else None,
+                    }
+                ],
+            }
+            untold.discard(choice.index)
+            if over and not include_usage:
+                chunk |= service.signature
+            if continuous:
+                chunk["usage"] = usage([choice], details=False)
             yield event(chunk)
+        if include_usage:
+            yield event(
+                {**self._head, "choices": [], "usage": usage(list(self._choices.values())), **service.signature}
+            )
 
     def _piece(self, choice: Choice, step: Step) -> tuple[str, dict[str, Any] | None]:
         """Text and log-probabilities of a step; the first one of an echoing choice brings the prompt along."""
-        text, ids, found = step.text, step.token_ids, list(step.logprobs or ())
+        text, ids = step.text, step.token_ids
+        found: list[TokenLogprobs | None] = [*step.logprobs]
         if self._body.max_tokens == 0:  # the prompt was to be scored only: what was generated for it is left out
             text, ids, found = "", [], []
         if not self._echoed[choice.index]:
@@ -170,7 +171,7 @@ class _Answer:
             text = self._prompt_text(choice) + text
             if choice.prompt_logprobs is not None:
                 ids, found = prompt + ids, [*choice.prompt_logprobs, *found]
-        if self._body.logprobs is None:
+        if self._body.logprobs is None or not ids:
             return text, None
         return text, self._logprobs[choice.index].add(found, ids)
 

@@ -1,9 +1,9 @@
 """What every HTTP request passes first: its id, its key, its size. One pure ASGI layer, so that streams stay streams.
 
-    X-Request-Id     kept if it is a sane one, made up otherwise; always sent back
-    Host             must be one of `allowed_hosts`, if there are any (a web page cannot pose as this machine)
-    API keys         Bearer or x-api-key, for everything but OPEN; compared in constant time, over all keys
-    body             at most `max_body_bytes`
+X-Request-Id     kept if it is a sane one, made up otherwise; always sent back
+Host             must be one of `allowed_hosts`, if there are any (a web page cannot pose as this machine)
+API keys         Bearer or x-api-key, for everything but OPEN; compared in constant time, over all keys
+sizes            at most MAX_HEADERS headers of together MAX_HEADER_BYTES, and `max_body_bytes` of body
 """
 
 import hashlib
@@ -20,6 +20,8 @@ from leyden.server.service import REQUEST_ID
 from leyden.server.streaming import json_response
 
 OPEN = ("/health", "/ping", "/version")
+MAX_HEADERS = 128
+MAX_HEADER_BYTES = 64 << 10
 
 
 class Gate:
@@ -54,6 +56,7 @@ class Gate:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
+        scope["root_path"] = self._root_path  # the prefix is optional: a proxy may or may not have taken it away
         state = scope["app"].state
         state.running += scope["method"] == "POST"
         try:
@@ -69,10 +72,12 @@ class Gate:
             state.running -= scope["method"] == "POST"
 
     def _check(self, scope: Scope, headers: Headers) -> None:
+        if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
+            raise RequestError(f"at most {MAX_HEADERS} headers with {MAX_HEADER_BYTES} bytes are read", status=431)
         host = headers.get("host", "")
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if self._hosts and name not in self._hosts:
-            raise RequestError(f"this server is not reachable as {name!r}; --allowed-hosts says under which names it is", status=403)
+            raise RequestError(f"{name!r} is not a name of this server; --allowed-hosts can add it", status=403)
         path: str = scope["path"].removeprefix(self._root_path)
         if self._digests and path not in OPEN and scope["method"] != "OPTIONS" and not self._knows(headers):
             raise RequestError("a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY", status=401)

@@ -4,6 +4,7 @@ A token that is part of a character has no text of its own; it is written as Ope
 two tokens look alike. -inf becomes -9999, which JSON can hold.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,8 +87,8 @@ def prompt(names: Names, tokens: Sequence[TokenLogprobs | None]) -> list[dict[st
         if token is None:
             entries.append(None)
             continue
-        ranked = [(token.token_id, token.logprob, token.rank)]
-        ranked += [(id, value, rank) for rank, (id, value) in enumerate(zip(token.top_ids, token.top_logprobs, strict=True), 1)]
+        most_likely = zip(token.top_ids, token.top_logprobs, itertools.count(1), strict=False)
+        ranked = [(token.token_id, token.logprob, token.rank), *most_likely]
         entries.append(
             {
                 str(id): {"logprob": max(value, _FLOOR), "rank": rank, "decoded_token": names(id)}

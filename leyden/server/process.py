@@ -6,8 +6,7 @@
     lifeline          ================       each side sees the end of the other one, however it came
 
 Commands and events are msgpack over two ZMQ sockets in a folder that only this user can enter; nothing is pickled and
-nothing listens on a network. The engine process writes its log to the same stderr. It is the only program of server/ that
-loads torch, and this file imports it only there.
+nothing listens on a network. Both processes log to the same stderr. Only the engine process loads torch.
 """
 
 import asyncio

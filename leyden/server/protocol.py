@@ -1,8 +1,8 @@
 """The wire: what clients may send, what they get back, how errors look.
 
-Requests are pydantic models (the documentation at /docs comes from them); answers are TypedDicts, so that writing one costs
-no validation. Unknown fields are ignored, as OpenAI clients expect. What this server cannot do yet is refused by name, never
-ignored; ranges of sampling values are checked by leyden.types, once for HTTP and for Python callers.
+Requests are pydantic models (the documentation at /docs comes from them); answers are TypedDicts, so that writing one
+costs no validation. Unknown fields are ignored, as clients expect. What this server cannot do yet is refused by name,
+never ignored; ranges of sampling values are checked by leyden.types, once for HTTP and for Python callers.
 
 Field names, shapes and defaults: OpenAI's chat completions and completions, with the additions of vLLM 0.27.
 """
@@ -10,11 +10,11 @@ Field names, shapes and defaults: OpenAI's chat completions and completions, wit
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
-from typing_extensions import NotRequired, TypedDict  # pydantic reads those of typing from Python 3.12 on only
+from typing_extensions import TypedDict  # pydantic reads the one of typing from Python 3.12 on only
 
 from leyden.errors import RequestError
 
@@ -193,6 +193,8 @@ class ChatRequest(Generation):
         strict = any(tool["function"].get("strict") for tool in self.tools or ())
         return super().ignored + (["tools.function.strict"] if strict else [])
 
+    default_limit: ClassVar[int | None] = None  # tokens to generate if the request does not say; None: all that fit
+
     @property
     def limit(self) -> tuple[str, int | None]:
         """The most tokens to generate, with the name of the field that says so."""
@@ -242,11 +244,13 @@ class CompletionRequest(Generation):
             raise RequestError(f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(many)}", "prompt")
         return list(many)
 
+    default_limit: ClassVar[int | None] = 16
+
     @property
     def limit(self) -> tuple[str, int | None]:
         if self.max_tokens == 0 and self.echo:  # score the prompt; the one token that is generated is not shown
             return "max_tokens", 1
-        return "max_tokens", 16 if self.max_tokens is None else self.max_tokens
+        return "max_tokens", self.max_tokens
 
     @property
     def top(self) -> int | None:
@@ -368,12 +372,14 @@ _TYPES = {
     405: "MethodNotAllowedError",
     413: "PayloadTooLargeError",
     429: "TooManyRequestsError",
+    431: "HeadersTooLargeError",
     503: "ServiceUnavailableError",
 }
 
 
 def error_body(status: int, message: str, param: str | None = None) -> ErrorBody:
-    return {"error": {"message": message, "type": _TYPES.get(status, "InternalServerError"), "param": param, "code": status}}
+    kind = _TYPES.get(status, "InternalServerError")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def decode(body: bytes) -> dict[str, Any]:
@@ -415,7 +421,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     path = [str(part) for part in error["loc"] if part != "body"]
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "missing":
-        return RequestError(f"{path[0]} is required", path[0]) if path else RequestError("the body must be a JSON object")
+        return RequestError(f"{path[0] if path else 'a body'} is required", path[0] if path else None)
     shown = repr(error.get("input"))
     if len(shown) > 80:
         shown = shown[:77] + "..."

@@ -1,15 +1,15 @@
 """What every generating endpoint shares: from a request's body to the engine, and from its deltas to text.
 
-    Service   the parts of a running server, and the rules for limits, defaults, names and ids
-    Choice    one answer while it is generated
+`Service` holds the parts of a running server and its rules for limits, defaults, names and ids; a `Choice` is one
+answer while it is generated.
 """
 
 import itertools
 import re
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -43,12 +43,68 @@ _SENT = (
 Body = ChatRequest | CompletionRequest
 
 
+@dataclass(slots=True)
+class Step:
+    """What one delta brought to a choice. `logprobs` has an entry per token id, if they were asked for."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+class Choice:
+    """One answer while it is generated: tokens in, text out, ended by the engine or by a stop string.
+
+    token_ids, logprobs    all so far; logprobs stays empty if they were not asked for
+    """
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, keep: Collection[int] = ()):
+        """`keep`: special tokens whose text is needed (by a parser) although special tokens are skipped."""
+        self.index = index
+        self.request = request
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._text = TextStream(tokenizer, request.params, request.prompt, keep)
+
+    @property
+    def special_at(self) -> Container[int]:
+        """Offsets in the text at which tokens of `keep` stand."""
+        return self._text.special_at
+
+    def advance(self, delta: Delta) -> Step:
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        ids = delta.token_ids
+        # The token that ends an answer is no text, unless it was the client's and the client wants to see it.
+        hidden = delta.finish_reason == "stop" and not (
+            self.request.params.include_stop_str_in_output and delta.stop_reason is not None
+        )
+        before = self._text.tokens
+        text = self._text.push(ids[:-1] if hidden else ids)
+        taken = self._text.tokens - before
+        if self._text.stop is not None:
+            self.finish_reason, self.stop_reason = "stop", self._text.stop
+        elif delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            text += self._text.finish()
+            taken = len(ids)
+        step = Step(text, ids[:taken], (delta.logprobs or [])[:taken])
+        self.token_ids += step.token_ids
+        self.logprobs += step.logprobs
+        return step
+
+
 @dataclass
 class Service:
     """The parts of a running server.
 
-    defaults    sampling values of the checkpoint's generation_config.json, by the names of SamplingParams; max_tokens caps
-                what a request may ask for, stop_token_ids are added to the request's
+    defaults    sampling values of the checkpoint's generation_config.json, by the names of SamplingParams; max_tokens
+                caps what a request may ask for, stop_token_ids are added to the request's
     names       what clients may call the model; the first one is written into answers
     root        where the model came from, for its card
     """
@@ -68,9 +124,15 @@ class Service:
     def max_model_len(self) -> int:
         return int(self.client.facts["max_model_len"])
 
+    @property
+    def signature(self) -> dict[str, str]:
+        """system_fingerprint, if there is one, for the last chunk of a stream."""
+        return {} if self.fingerprint is None else {"system_fingerprint": self.fingerprint}
+
     def check_model(self, name: str | None) -> str:
         if name and name not in self.names:
-            raise RequestError(f"the model {name!r} does not exist; this server has {', '.join(self.names)}", "model", 404)
+            there = ", ".join(self.names)
+            raise RequestError(f"the model {name!r} does not exist; this server has {there}", "model", 404)
         return name or self.names[0]
 
     def response_id(self, prefix: str, body: Body, http: HttpRequest) -> str:
@@ -115,7 +177,7 @@ class Service:
             logprobs=self._check_top("top_logprobs" if isinstance(body, ChatRequest) else "logprobs", body.top),
             prompt_logprobs=self._check_top("prompt_logprobs", body.prompt_logprobs),
         )
-        params.max_tokens = self._room(len(prompt), limit, limit_field, prompt_field)
+        params.max_tokens = self._room(body, len(prompt), prompt_field)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         return params
 
@@ -123,6 +185,7 @@ class Service:
         """One engine request per choice. Their ids are unique although clients choose (and repeat) response ids."""
         number = next(self._count)
         seeds = [None if params.seed is None else params.seed + index for index in range(params.n)]
+        marks = self.template.marks(prompt)
         if self.config.enable_log_requests:
             logger.info("%s: %d prompt tokens, %s", response_id, len(prompt), params)
             logger.debug("%s: prompt %r", response_id, self.tokenizer.decode(prompt)[: self.config.max_log_len])
@@ -130,19 +193,33 @@ class Service:
             Request(
                 id=f"{response_id}-{number:x}-{index}",
                 prompt=prompt,
-                params=_copy(params, seed),
+                params=replace(params, seed=seed, n=1),
                 priority=body.priority,
                 arrival=time.monotonic(),
                 cache_salt=body.cache_salt or "",
+                marks=marks,
             )
             for index, seed in enumerate(seeds)
         ]
 
     async def generate(self, body: Body, requests: Sequence[Request]) -> Stream:
-        """Nobody looks at an answer that is sent whole before its end, unless a stop string may end it early."""
+        """Submit; RequestError or EngineDead if they are not taken."""
+        # Nobody looks at an answer that is sent whole before its end, unless a stop string may end it early.
         whole = not body.stream and not requests[0].params.stop
         interval = self.max_model_len if whole else body.stream_interval or self.config.stream_interval
         return await self.client.generate(*requests, interval=interval)
+
+    def advance(self, stream: Stream, choices: Mapping[str, Choice], delta: Delta) -> tuple[Choice, Step]:
+        """Give a delta to the choice it is of (`choices` by request id); a choice that is over leaves the engine."""
+        choice = choices[delta.request_id]
+        step = choice.advance(delta)
+        if choice.finish_reason is not None:
+            if delta.finish_reason is None:
+                stream.drop(delta.request_id)
+            if self.config.enable_log_requests and self.config.enable_log_outputs:
+                text = self.tokenizer.decode(choice.token_ids)[: self.config.max_log_len]
+                logger.info("%s: answer %r", delta.request_id, text)
+        return choice, step
 
     def usage_options(self, body: Body) -> tuple[bool, bool]:
         """Whether a stream ends with its usage, and whether every chunk carries the usage so far."""
@@ -154,21 +231,18 @@ class Service:
         """Of the answer: fields that had no effect are named, so that nobody builds on them unknowingly."""
         return {"Warning": f'299 leyden "without effect: {", ".join(body.ignored)}"'} if body.ignored else {}
 
-    def log_output(self, response_id: str, text: str) -> None:
-        if self.config.enable_log_requests and self.config.enable_log_outputs:
-            logger.info("%s: answer %r", response_id, text[: self.config.max_log_len])
-
-    def _room(self, prompt: int, limit: int | None, limit_field: str, prompt_field: str) -> int:
+    def _room(self, body: Body, prompt: int, prompt_field: str) -> int:
         """The most tokens to generate. Agents know an overflow by the words "maximum context length"."""
         room = self.max_model_len - prompt
+        limit_field, limit = body.limit
         if room < 1 or (limit is not None and limit > room):
-            wanted = f"{prompt} in the prompt and {limit or 'at least 1'} of output"
             raise RequestError(
-                f"This model's maximum context length is {self.max_model_len} tokens, but this request needs more: {wanted}. "
+                f"This model's maximum context length is {self.max_model_len} tokens, but this request needs "
+                f"{prompt} in the prompt and {limit or 'at least 1'} of output. "
                 "Please reduce the length of the prompt or the number of tokens to generate.",
                 prompt_field if room < 1 else limit_field,
             )
-        return min(room if limit is None else limit, self.defaults.get("max_tokens") or room)
+        return min(room, limit or body.default_limit or room, self.defaults.get("max_tokens") or room)
 
     def _check_top(self, name: str, top: int | None) -> int | None:
         most = int(self.client.facts["max_logprobs"])
@@ -182,11 +256,6 @@ class Service:
             raise RequestError(f"{name}: token ids must be in [0, {size}), got {wrong}", name)
 
 
-def _copy(params: SamplingParams, seed: int | None) -> SamplingParams:
-    values = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
-    return SamplingParams(**{**values, "seed": seed, "n": 1})
-
-
 def fingerprint(config: ServerConfig, facts: Mapping[str, Any]) -> str | None:
     """system_fingerprint: two servers with equal ones answer a seeded request alike, as far as this one can know."""
     if config.fingerprint_mode == "custom":
@@ -197,69 +266,11 @@ def fingerprint(config: ServerConfig, facts: Mapping[str, Any]) -> str | None:
     return full if config.fingerprint_mode == "full" else f"fp_{uuid.uuid5(uuid.NAMESPACE_URL, full).hex[:10]}"
 
 
-@dataclass(slots=True)
-class Step:
-    """What one delta brought to a choice. `logprobs` has an entry per token id, if they were asked for."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-
-
-class Choice:
-    """One answer while it is generated: tokens in, text out, counted and ended by the engine or by a stop string."""
-
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, keep: Collection[int] = ()):
-        """`keep`: special tokens whose text is needed (by a parser) although special tokens are skipped."""
-        self.index = index
-        self.request = request
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.completion_tokens = 0
-        self.cached_tokens = 0
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self._text = TextStream(tokenizer, request.params, request.prompt, keep)
-
-    def advance(self, delta: Delta) -> Step:
-        """Raises RequestError (500) if the engine failed on this request."""
-        if delta.finish_reason == "error":
-            logger.error("%s: %s", delta.request_id, delta.error)
-            raise RequestError("the engine failed on this request; the server's log says why", status=500)
-        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
-        ids = delta.token_ids
-        # The token that ends an answer is no text, unless it was the client's and the client wants to see it.
-        hidden = delta.finish_reason == "stop" and not (
-            self.request.params.include_stop_str_in_output and delta.stop_reason is not None
-        )
-        before = self._text.tokens
-        text = self._text.push(ids[:-1] if hidden else ids)
-        taken = self._text.tokens - before
-        if self._text.stop is not None:
-            self.finish_reason, self.stop_reason = "stop", self._text.stop
-        elif delta.finish_reason is not None:
-            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-            text += self._text.finish()
-            taken = len(ids)
-        self.completion_tokens += taken
-        return Step(text, ids[:taken], None if delta.logprobs is None else delta.logprobs[:taken])
-
-
-def advance(stream: Stream, choices: Mapping[str, Choice], delta: Delta) -> tuple[Choice, Step]:
-    """Give a delta to the choice it is of (`choices` by request id); a choice that is over leaves the engine."""
-    choice = choices[delta.request_id]
-    step = choice.advance(delta)
-    if choice.finish_reason is not None and delta.finish_reason is None:
-        stream.drop(delta.request_id)
-    return choice, step
-
-
 def usage(choices: Sequence[Choice], details: bool = True) -> Usage:
     """Tokens of an answer: each prompt once, however many choices it has."""
     prompts = {id(choice.request.prompt): choice for choice in reversed(choices)}.values()
     prompt = sum(len(choice.request.prompt) for choice in prompts)
-    completion = sum(choice.completion_tokens for choice in choices)
+    completion = sum(len(choice.token_ids) for choice in choices)
     counted: Usage = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
     if details:
         counted["prompt_tokens_details"] = {"cached_tokens": sum(choice.cached_tokens for choice in prompts)}

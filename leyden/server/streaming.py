@@ -1,12 +1,12 @@
 """Answers that take time: server-sent events, and clients that go away before the end.
 
-Pure ASGI, because anything that buffers between here and the socket hides a disconnect. A client that closes its connection
-cancels the work for it at once, streaming or not; what runs in the engine is aborted by leaving its Stream.
+Pure ASGI, because anything that buffers between here and the socket hides a disconnect. A client that closes its
+connection cancels the work for it at once, streaming or not; what runs in the engine is aborted by leaving its Stream.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from typing import Any, TypeVar
 
 import msgspec
@@ -70,29 +70,38 @@ async def _disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """Sends the frames of an async generator as they come, then [DONE]; an error on the way becomes a last event.
 
+    source           what the frames are made of; left at the end, even if no frame was ever asked for
     ping_interval    seconds without a frame after which a comment line is sent; 0: never
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], ping_interval: float, headers: dict[str, str]):
+    def __init__(
+        self,
+        source: AbstractContextManager[Any],
+        frames: AsyncGenerator[bytes, None],
+        ping_interval: float,
+        headers: dict[str, str],
+    ):
         self.status_code = 200
         self.background = None
+        self._source = source
         self._frames = frames
         self._ping_interval = ping_interval
         self._sent = False
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        pings = asyncio.ensure_future(self._ping(send)) if self._ping_interval else None
-        try:
-            await unless_disconnected(receive, self._write(send))
-        except ClientDisconnect:
-            pass
-        finally:
-            if pings is not None:
-                pings.cancel()
+        with self._source:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            pings = asyncio.ensure_future(self._ping(send)) if self._ping_interval else None
+            try:
+                await unless_disconnected(receive, self._write(send))
+            except ClientDisconnect:
+                pass
+            finally:
+                if pings is not None:
+                    pings.cancel()
 
     async def _write(self, send: Send) -> None:
         try:

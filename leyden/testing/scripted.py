@@ -2,13 +2,14 @@
 
     python -m leyden.testing.scripted FILE --port 8000
 
-FILE is {"cases": {ID: {"text": ..., "finish_reason": "stop", "chunks": [...], "cached_tokens": 0}}}. The answer to a request
-is the case whose ID is its last user message (or its whole prompt, on /v1/completions); an unknown one gets its own words
-back. Only `text` is needed:
+FILE is {"cases": {ID: {"text": ..., "finish_reason": "stop", "chunks": [...], "cached_tokens": 0}}}. The answer to a
+request is the case whose ID is its last user message (or its whole prompt, on /v1/completions); an unknown one gets its
+own words back. Only `text` is needed:
 
     finish_reason    "stop": an end-of-sequence token follows the text; "length": the text is cut there;
                      "error": the engine fails on the request there; "crash": the engine dies there
-    chunks           lengths, in characters, of the pieces that come in one engine step each; the rest comes token by token
+    chunks           lengths, in characters, of the pieces that come in one engine step each; the rest comes token by
+                     token
 
 It generates nothing and knows no model: tokens, counts, limits and log-probabilities are made up, the same each time.
 """
@@ -198,7 +199,9 @@ def read(file: str | Path) -> dict[str, Case]:
         raise ConfigError(f"{file} must hold {{'cases': {{ID: {{'text': ...}}}}}}: {error!r}") from None
 
 
-def engine(folder: str, cases: dict[str, dict[str, Any]], max_model_len: int = 2048, step_seconds: float = 0.0) -> ScriptedEngine:
+def engine(
+    folder: str, cases: dict[str, dict[str, Any]], max_model_len: int = 2048, step_seconds: float = 0.0
+) -> ScriptedEngine:
     """Factory for an engine in its own process: `folder` holds the tokenizer."""
     tokenizer = Tokenizer.from_folder(folder)
     scripted = {key: Case(**case) for key, case in cases.items()}
@@ -226,7 +229,7 @@ def running(app: fastapi.FastAPI) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m leyden.testing.scripted", description="A server that replays texts.")
+    parser = argparse.ArgumentParser("python -m leyden.testing.scripted", description="A server that replays texts.")
     parser.add_argument("file", help='JSON: {"cases": {ID: {"text": ...}}}')
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,14 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     assert frames.pop() == "" and frames.pop() == "data: [DONE]"
     assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
     return [json.loads(frame.removeprefix("data: ")) for frame in frames]
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait until something that another thread does has happened."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
 
 
 @pytest.fixture(scope="session")

@@ -103,7 +103,11 @@ def test_a_number_that_is_none_is_found_anywhere_in_a_body(server: Server):
     assert response.json()["error"]["message"] == "vllm_xargs.a.1 must be a finite number"
 
 
-@pytest.mark.parametrize("body", ['{"messages": ' + "[" * 100_000, '{"a": ' + "[" * 5000 + "]" * 5000 + "}", '"\\ud800"'])
+@pytest.mark.parametrize(
+    "body",
+    ['{"messages": ' + "[" * 100_000, '{"a": ' + "[" * 5000 + "]" * 5000 + "}", '"\\ud800"'],
+    ids=["open", "deep", "surrogate"],
+)
 def test_hostile_json_is_a_client_error(server: Server, body: str):
     response = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
