@@ -55,7 +55,7 @@ def full() -> Plan:
     return Plan(
         config=json.loads((HERE / "config.json").read_text()),
         tokenizer_examples=20_000,
-        examples=240_000,
+        examples=200_000,
         heldout=1_000,
         prompts=1_000,
         answer_tokens=400,
