@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 # Device type, or a version that stands for all devices -> module that registers its kernels when imported.
-_BACKENDS = {"training": "leyden.ops.training"}
+_BACKENDS = {"cpu": "leyden.ops.cpu", "training": "leyden.ops.training"}
 _VERSIONS = ("reference", "training")
 _loaded: set[str] = set()
 _version: str | None = None
@@ -18,7 +19,7 @@ class Op:
     """Callable that picks a kernel by the device of its first tensor and the format of its first weight.
 
     A (device, format) pair without a kernel runs the reference, which dequantises: right everywhere, fast where
-    someone wrote a kernel.
+    someone wrote a kernel. Kernels have no gradients, so the reference runs where one is asked for, too.
     """
 
     def __init__(self, reference: Callable[..., Any]):
@@ -38,6 +39,8 @@ class Op:
             _loaded.add(device)
             import_module(_BACKENDS[device])
         kernel = self._kernels.get((device, _format(args)), self.reference)
+        if _version is None and kernel is not self.reference and _recorded(args):
+            kernel = self.reference
         return kernel(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -50,6 +53,14 @@ def _device(args: tuple[Any, ...]) -> str:
 
 def _format(args: tuple[Any, ...]) -> str:
     return next((a.format.name for a in args if hasattr(a, "format")), "dense")
+
+
+def _recorded(args: tuple[Any, ...]) -> bool:
+    """Whether autograd records this call."""
+    if not torch.is_grad_enabled():
+        return False
+    tensors = (t for a in args for t in (a.parameters() if isinstance(a, nn.Module) else (a,)))
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def test_a_kernel_is_picked_by_device_and_format() -> None:
     op = Op(double)
     op.register("cpu", lambda x, weight=None: 20 * x)
     op.register("cpu", lambda x, weight=None: 200 * x, format="other")
-    weight = Weight(1, 1, dtype=torch.float32)
+    weight = Weight(1, 1, dtype=torch.float32).requires_grad_(False)
     assert op(torch.ones(1)) == 20
     assert op(torch.ones(1), weight) == 20
     weight.format = type("Other", (), {"name": "other"})()
