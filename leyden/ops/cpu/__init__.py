@@ -8,7 +8,7 @@ from leyden import ops
 from leyden.ops.cpu.program import available
 
 if available:
-    from leyden.ops.cpu import linear, mamba, moe, norm
+    from leyden.ops.cpu import attention, linear, mamba, moe, norm, sample
 
     for _op, _kernel in (
         (ops.embed, linear.embed),
@@ -22,5 +22,9 @@ if available:
         (ops.ssd_scan, mamba.ssd_scan),
         (ops.gated_norm, norm.gated_norm),
         (ops.mamba_step, mamba.mamba_step),
+        (ops.kv_write, attention.kv_write),
+        (ops.attention, attention.attention),
+        (ops.attention_packed, attention.attention_packed),
+        (ops.sample, sample.sample),
     ):
         _op.register("cpu", _kernel)

@@ -65,6 +65,12 @@ INLINE void share(int64_t n, int64_t unit, int thread, int threads, int64_t *fro
     if (*to > n) *to = n;
 }
 
+/* Where the sequences of a batch are: row r has the tokens from starts[r] to starts[r + 1], and past[r] before them. */
+typedef struct {
+    const int32_t *starts, *past, *slots; /* slots null: no state is kept */
+    int64_t count;
+} Rows;
+
 INLINE vec splat(float x) { return x - (vec){}; }
 
 /* a where the mask is all ones, b where it is zero. */

@@ -4,12 +4,6 @@
 
 enum { MOST_TAPS = 8 };
 
-/* Where the sequences are: tokens starts[r] .. starts[r + 1] of row r, state in slots[r]. */
-typedef struct {
-    const int32_t *starts, *past, *slots; /* slots null: from zeros, nothing kept */
-    int64_t count;
-} Rows;
-
 typedef struct {
     const void *x, *weight, *bias; /* [tokens, channels], [channels, taps], [channels] or null */
     void *state;                   /* [slots, taps - 1, channels]: the last inputs, oldest first */
