@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -24,19 +25,19 @@ _THREADS = ["-fopenmp"]
 _NATIVE = {"aarch64": "-mcpu=native", "arm64": "-mcpu=native"}  # GCC on ARM calls it so; -march=native elsewhere
 
 
-def library(flags: list[str] | None = None) -> ctypes.CDLL | None:
+def library() -> ctypes.CDLL | None:
     """The library, compiled if it is not in the cache; None, and one line in the log, if that cannot be done.
 
-    `flags` replaces FLAGS (for the sanitizers).
+    The compiler is $CC, which may carry flags of its own, or what the system calls cc.
     """
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         logger.info("no C compiler found: the CPU runs the reference kernels, many times slower; install gcc or clang")
         return None
-    native = _NATIVE.get(platform.machine(), "-march=native")
-    command = [*compiler.split(), *(FLAGS if flags is None else flags), native]
+    name, *own = shlex.split(compiler)
+    command = [name, *FLAGS, _NATIVE.get(platform.machine(), "-march=native"), *own]
     try:
-        version = subprocess.run([*compiler.split(), "--version"], capture_output=True, check=True).stdout
+        version = subprocess.run([name, "--version"], capture_output=True, check=True).stdout
         file = _folder() / f"cpu-{_key(command, version)}.so"
         if not file.exists():
             _compile(command, file)

@@ -50,8 +50,12 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight) -
     run(
         *steps,
         _GROUP(ids, order, borders, tokens * k, count),
-        _UP(order, borders, wide, first, hidden, count, x.shape[1], inner, k, wide.stride(0), types[hidden.dtype], type),
-        _DOWN(order, borders, weights, hidden, second, sums, out, tokens, count, inner, outputs, k, types[x.dtype], type),
+        _UP(
+            order, borders, wide, first, hidden, count, x.shape[1], inner, k, wide.stride(0), types[hidden.dtype], type
+        ),
+        _DOWN(
+            order, borders, weights, hidden, second, sums, out, tokens, count, inner, outputs, k, types[x.dtype], type
+        ),
         work=tokens * k * inner * x.shape[1],
     )
     return out

@@ -59,5 +59,5 @@ def run(*steps: bytes, work: float = _SMALL) -> None:
 
 
 def has_rows(x: Tensor) -> bool:
-    """Whether x [rows, width] is of a type that kernels know and its rows are contiguous, one after the other or not."""
+    """Whether x [rows, width] is of a type that kernels know, each row in one piece."""
     return x.dtype in types and x.stride(-1) == 1
