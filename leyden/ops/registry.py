@@ -63,6 +63,11 @@ def _recorded(args: tuple[Any, ...]) -> bool:
     return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
+def forced() -> bool:
+    """Whether a using() block says which version of the ops runs."""
+    return _version is not None
+
+
 @contextmanager
 def using(version: str) -> Iterator[None]:
     """Within the block, run every op by one version on all devices.

@@ -18,6 +18,7 @@ if available:
         (ops.mlp, linear.mlp),
         (ops.route, moe.route),
         (ops.experts, moe.experts),
+        (ops.moe, moe.moe),
         (ops.causal_conv, mamba.causal_conv),
         (ops.ssd_scan, mamba.ssd_scan),
         (ops.gated_norm, norm.gated_norm),

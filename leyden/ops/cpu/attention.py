@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from leyden.ops.cpu.program import Kernel, has_rows, run, types
+from leyden.ops.cpu.program import Kernel, empty, has_rows, run, types
 from leyden.ops.reference import attention as reference
 from leyden.ops.rows import Rows
 
@@ -49,8 +49,8 @@ def _attention(q: Tensor, heads: int, store: tuple[object, ...], kv_heads: int, 
     block = 1 if narrow else max(1, _QUERIES // group)
     queries, width = block * group, -(-dim // 16) * 16
     size = 2 * (queries + _TILE) * width + queries * (_TILE + 3)
-    desk, out = torch.empty(threads, size), torch.empty(len(q), heads, dim, dtype=q.dtype)
-    parts = torch.empty(len(q), heads, splits, dim + 2) if splits > 1 else None
+    desk, out = empty(threads, size, dtype=torch.float32), empty(len(q), heads, dim, dtype=q.dtype)
+    parts = empty(len(q), heads, splits, dim + 2, dtype=torch.float32) if splits > 1 else None
     form = (heads, q.stride(0), block, splits, size, types[q.dtype], dim**-0.5)
     arguments = (q, out, parts, desk, *store, *_places(rows), *form)
     steps = [_ATTENTION(*arguments)] + ([_JOIN(*arguments)] if splits > 1 else [])

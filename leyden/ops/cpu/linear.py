@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from leyden.formats import Weight
-from leyden.ops.cpu.program import Kernel, dot_bf16, has_rows, run, types
+from leyden.ops.cpu.program import Kernel, Step, dot_bf16, empty, has_rows, run, types
 from leyden.ops.reference import linear as reference
 
 _LINEAR = Kernel("linear", "ttttiiiiiii")
@@ -23,15 +23,15 @@ def dot_type(matrix: Tensor) -> torch.dtype:
     return matrix.dtype if dot_bf16 else torch.float32
 
 
-def operand(x: Tensor, type: torch.dtype) -> tuple[list[bytes], Tensor]:
+def operand(x: Tensor, type: torch.dtype) -> tuple[list[Step], Tensor]:
     """(steps that make it, x [T, K] in the type in which it meets a matrix)"""
     if x.dtype == type:
         return [], x
-    wide = torch.empty(x.shape, dtype=torch.float32)
+    wide = empty(*x.shape, dtype=torch.float32)
     return [_WIDEN(x, wide, *x.shape, x.stride(0), types[x.dtype])], wide
 
 
-def product(x: Tensor, matrix: Tensor, out: Tensor, square: bool = False, add: Tensor | None = None) -> bytes:
+def product(x: Tensor, matrix: Tensor, out: Tensor, square: bool = False, add: Tensor | None = None) -> Step:
     """out = x W^T, or relu(x W^T)^2, plus `add`; x as operand() gives it."""
     outputs, inputs = matrix.shape
     return _LINEAR(
@@ -44,16 +44,16 @@ def embed(tokens: Tensor, weight: Weight) -> Tensor:
     if not table.is_contiguous():
         return reference.embed(tokens, weight)
     tokens = tokens.long().contiguous()
-    out = torch.empty(*tokens.shape, table.shape[1], dtype=table.dtype)
+    out = empty(*tokens.shape, table.shape[1], dtype=table.dtype)
     run(_EMBED(tokens, table, out, tokens.numel(), table.shape[1] * table.element_size()), work=out.numel())
     return out
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
+def linear(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     matrix, rows = weight.dense(), x.flatten(0, -2) if x.dim() > 1 else x[None]
-    if not fits(rows, matrix):
-        return reference.linear(x, weight)
-    out = torch.empty(*x.shape[:-1], len(matrix), dtype=x.dtype)
+    if not fits(rows, matrix) or (dtype or x.dtype) not in types:
+        return reference.linear(x, weight, dtype)
+    out = empty(*x.shape[:-1], len(matrix), dtype=dtype or x.dtype)
     steps, wide = operand(rows, dot_type(matrix))
     run(*steps, product(wide, matrix, out), work=len(rows) * matrix.numel())
     return out
@@ -64,8 +64,8 @@ def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
     if not fits(x, first, second):
         return reference.mlp(x, up, down)
     steps, wide = operand(x, dot_type(first))
-    hidden = torch.empty(len(x), len(first), dtype=dot_type(second))
-    out = torch.empty(len(x), len(second), dtype=x.dtype)
+    hidden = empty(len(x), len(first), dtype=dot_type(second))
+    out = empty(len(x), len(second), dtype=x.dtype)
     steps += [product(wide, first, hidden, square=True), product(hidden, second, out)]
     run(*steps, work=len(x) * first.numel())
     return out

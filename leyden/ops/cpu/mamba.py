@@ -1,10 +1,9 @@
 """Mamba-2. A row of one token takes the same way as a longer one."""
 
-import torch
 from torch import Tensor
 
 from leyden.ops.cpu.norm import gated_norm
-from leyden.ops.cpu.program import Kernel, has_rows, run, types
+from leyden.ops.cpu.program import Kernel, empty, has_rows, run, types
 from leyden.ops.reference import mamba as reference
 from leyden.ops.rows import Rows
 
@@ -25,7 +24,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | 
     taps = weight.shape[1]
     if not (has_rows(x) and has_rows(weight) and _kept(state) and taps <= _MOST_TAPS):
         return reference.causal_conv(x, weight, bias, state, rows)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = empty(*x.shape, dtype=x.dtype)
     state_type = types[x.dtype if state is None else state.dtype]
     places, form = _places(rows, state), (x.shape[1], taps, x.stride(0), weight.stride(0))
     run(
@@ -54,7 +53,7 @@ def ssd_scan(
     flat = flat and x.stride(1) == dim and B.stride(1) == C.stride(1) == n
     if not (flat and x.dtype in types and _kept(state) and n <= _MOST_N):
         return reference.ssd_scan(x, dt, B, C, A_log, D, dt_bias, dt_limit, chunk, state, rows)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = empty(*x.shape, dtype=x.dtype)
     state_type = types[x.dtype if state is None else state.dtype]
     strides = (x.stride(0), dt.stride(0), B.stride(0), C.stride(0))
     places, form = _places(rows, state), (heads, dim, groups, n, *strides, types[x.dtype], state_type, *dt_limit)

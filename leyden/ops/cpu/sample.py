@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from leyden.ops.cpu.program import Kernel, run
+from leyden.ops.cpu.program import Kernel, empty, run
 from leyden.ops.reference import sample as reference
 
 _SAMPLE = Kernel("sample", "ttttttttt" + "iiiiiiiii")
@@ -18,8 +18,8 @@ def sample(
     if not plain or logits.stride(1) != 1:
         return reference.sample(logits, temperature, top_k, top_p, min_p, seed, position)
     rows, vocabulary = logits.shape
-    room = torch.empty(torch.get_num_threads(), vocabulary + 2 * _LANES, dtype=torch.int64)
-    out = torch.empty(rows, dtype=torch.int64)
+    room = empty(torch.get_num_threads(), vocabulary + 2 * _LANES, dtype=torch.int64)
+    out = empty(rows, dtype=torch.int64)
     strides = (t.stride(0) for t in (logits, *floats, *ints))
     run(_SAMPLE(logits, *floats, *ints, out, room, rows, vocabulary, *strides), work=2 * logits.numel())
     return out
