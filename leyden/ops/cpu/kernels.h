@@ -204,18 +204,21 @@ INLINE vec rounded(vec x, int type) {
     return type == BF16 ? from_bf16(to_bf16(x)) : from_f16(to_f16(x));
 }
 
-/* Always in the same order: halves are added to each other until one lane is left. */
+/* In the order of `sums`: within each 128 bits first, then what is two of these apart. */
 INLINE float sum(vec x) {
-    union { vec all; float lane[LANES]; } u = {x};
+    union {
+        vec all;
+        float lane[LANES / 4][4];
+    } u = {x};
+    float quarter[LANES / 4];
+    for (int i = 0; i < LANES / 4; i++) quarter[i] = (u.lane[i][0] + u.lane[i][2]) + (u.lane[i][1] + u.lane[i][3]);
 #if WIDTH == 64
-    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-    __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-    memcpy(&u, &q, 16);
+    return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
 #elif WIDTH == 32
-    __m128 q = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    memcpy(&u, &q, 16);
+    return quarter[0] + quarter[1];
+#else
+    return quarter[0];
 #endif
-    return (u.lane[0] + u.lane[2]) + (u.lane[1] + u.lane[3]);
 }
 
 /* Lane i is the sum of x[i]. */
