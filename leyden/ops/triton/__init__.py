@@ -1,7 +1,7 @@
 """The kernels for CUDA, in Triton: importing this module registers them."""
 
 from leyden import ops
-from leyden.ops.triton import attention, linear, moe, norm, ssm
+from leyden.ops.triton import attention, linear, moe, norm, sample, ssm
 
 for _op, _kernel in (
     (ops.embed, linear.embed),
@@ -15,5 +15,6 @@ for _op, _kernel in (
     (ops.mamba_step, ssm.mamba_step),
     (ops.kv_write, attention.kv_write),
     (ops.attention, attention.attention),
+    (ops.sample, sample.sample),
 ):
     _op.register("cuda", _kernel)

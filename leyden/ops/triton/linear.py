@@ -78,11 +78,12 @@ def _narrow(
         acc = tl.dot(w, value, acc, input_precision="ieee")
     if SPLITS > 1:
         cell = n[:, None] * BLOCK_M + m[None, :]
-        tl.store(partial + split * N * BLOCK_M + cell, acc, mask=in_n)
+        every = in_n & (m < BLOCK_M)[None, :]
+        tl.store(partial + split * N * BLOCK_M + cell, acc, mask=every)
         if arrive(arrived + tl.program_id(0), SPLITS):
             acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
             for part in tl.static_range(SPLITS):
-                acc += tl.load(partial + part * N * BLOCK_M + cell, mask=in_n, other=0.0, cache_modifier=".cg")
+                acc += tl.load(partial + part * N * BLOCK_M + cell, mask=every, other=0.0, cache_modifier=".cg")
             _finish(acc, out, m, n, M, N, SQUARE)
     else:
         _finish(acc, out, m, n, M, N, SQUARE)

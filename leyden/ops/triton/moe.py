@@ -203,13 +203,24 @@ def _up_one(
 
 
 @triton.jit
-def _down_part(acc, h, tile, factor, in_n, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """acc + factor * h W^T over one expert."""
-    for start in range(0, WIDTH, BLOCK_K):
-        inside = start + k < WIDTH
-        w = tl.load(tile + start, mask=in_n[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        acc += (tl.load(h + start + k, mask=inside, other=0.0).to(tl.float32) * factor)[None, :] * w
-    return acc
+def _down_tile(
+    step, ids, down, shared, n, in_n, k,
+    N: tl.constexpr, I: tl.constexpr, SHARED: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
+    CHOICES: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The weights of one step of _down_one: AHEAD steps of the shared expert, then STEPS for each choice."""
+    choice = tl.maximum(step - AHEAD, 0) // STEPS
+    at = (step - AHEAD) % STEPS * BLOCK_K + k
+    here = (step >= AHEAD) & (choice < CHOICES)
+    expert = tl.load(ids + choice, mask=here, other=0)
+    tile = down + expert * (N * I) + n[:, None] * I + at[None, :]
+    inside = (at < I) & here
+    if SHARED:
+        own = step * BLOCK_K + k
+        is_shared = step < AHEAD
+        tile = tl.where(is_shared, shared + n[:, None] * SHARED + own[None, :], tile)
+        inside = tl.where(is_shared, own < SHARED, inside)
+    return tl.load(tile, mask=in_n[:, None] & inside[None, :], other=0.0)
 
 
 @triton.jit
@@ -218,18 +229,33 @@ def _down_one(
     N: tl.constexpr, I: tl.constexpr, SHARED: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One row: BLOCK_N outputs, summed over all experts in their order; nothing to join afterwards."""
+    """One row: BLOCK_N outputs, summed over all experts; nothing to join afterwards. The next tile is on its way."""
+    STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
+    AHEAD: tl.constexpr = (SHARED + BLOCK_K - 1) // BLOCK_K
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     in_n = n < N
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    wait()
-    release()
-    for choice in range(CHOICES):
-        tile = down + tl.load(ids + choice).to(tl.int64) * (N * I) + n[:, None] * I + k[None, :]
-        acc = _down_part(acc, h + choice * I, tile, tl.load(weights + choice), in_n, k, I, BLOCK_K)
     if SHARED:
-        acc = _down_part(acc, hs, shared + n[:, None] * SHARED + k[None, :], 1.0, in_n, k, SHARED, BLOCK_K)
+        own = n[:, None] * SHARED + k[None, :]
+        w = tl.load(shared + own, mask=in_n[:, None] & (k < SHARED)[None, :], other=0.0)
+        wait()
+        release()
+    else:
+        wait()
+        release()
+        w = _down_tile(0, ids, down, shared, n, in_n, k, N, I, SHARED, STEPS, AHEAD, CHOICES, BLOCK_K)
+    for step in range(AHEAD + CHOICES * STEPS):
+        following = _down_tile(step + 1, ids, down, shared, n, in_n, k, N, I, SHARED, STEPS, AHEAD, CHOICES, BLOCK_K)
+        choice = tl.maximum(step - AHEAD, 0) // STEPS
+        at = tl.where(step < AHEAD, step, (step - AHEAD) % STEPS) * BLOCK_K + k
+        source = h + choice * I
+        if SHARED:
+            source = tl.where(step < AHEAD, hs, source)
+        factor = tl.where(step < AHEAD, 1.0, tl.load(weights + choice))
+        value = tl.load(source + at, mask=at < tl.where(step < AHEAD, SHARED, I), other=0.0).to(tl.float32)
+        acc += (value * factor)[None, :] * w.to(tl.float32)
+        w = following
     tl.store(out + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=in_n)
 
 
