@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-_BACKENDS: dict[str, str] = {}  # device type -> module that registers its kernels when imported
+_BACKENDS = {"cuda": "leyden.ops.triton"}  # device type -> module that registers its kernels when imported
 _loaded: set[str] = set()
 _reference_only = False
 
@@ -16,7 +17,7 @@ class Op:
     """Callable that picks a kernel by the device of its first tensor and the format of its first weight.
 
     A (device, format) pair without a kernel runs the reference, which dequantises: right everywhere, fast where
-    someone wrote a kernel.
+    someone wrote a kernel. Kernels have no gradients, so the reference runs where one is asked for, too.
     """
 
     def __init__(self, reference: Callable[..., Any]):
@@ -29,7 +30,7 @@ class Op:
         self._kernels[device, format] = kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _reference_only:
+        if _reference_only or _recorded(args):
             return self.reference(*args, **kwargs)
         device = _device(args)
         if device in _BACKENDS and device not in _loaded:
@@ -48,6 +49,14 @@ def _device(args: tuple[Any, ...]) -> str:
 
 def _format(args: tuple[Any, ...]) -> str:
     return next((a.format.name for a in args if hasattr(a, "format")), "dense")
+
+
+def _recorded(args: tuple[Any, ...]) -> bool:
+    """Whether autograd records this call."""
+    if not torch.is_grad_enabled():
+        return False
+    tensors = (t for a in args for t in (a.parameters() if isinstance(a, nn.Module) else (a,)))
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
 @contextmanager

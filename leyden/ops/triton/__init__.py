@@ -12,6 +12,7 @@ for _op, _kernel in (
     (ops.gated_norm, norm.gated_norm),
     (ops.route, moe.route),
     (ops.experts, moe.experts),
+    (ops.moe, moe.moe),
     (ops.mamba_step, ssm.mamba_step),
     (ops.kv_write, attention.kv_write),
     (ops.attention, attention.attention),

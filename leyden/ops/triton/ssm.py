@@ -121,8 +121,12 @@ def mamba_step(
     conv_state: Tensor,
     ssm_state: Tensor,
     rows: Rows,
+    shape: tuple[int, int] | None = None,
 ) -> Tensor:
-    """See ops.mamba_step. The states of the rows must be older than the kernel launched just before."""
+    """See ops.mamba_step. The states of the rows must be older than the kernel launched just before.
+
+    shape: rows of a head's state in one program, warps.
+    """
     count = len(projected)
     _, heads, dim, n = ssm_state.shape
     inner, reach = heads * dim, conv_state.shape[1]
@@ -132,9 +136,7 @@ def mamba_step(
     if not count:
         return out
     gated = torch.empty(count, inner, dtype=torch.float32, device=projected.device)
-    block_p = triton.next_power_of_2(dim)
-    if count * heads <= 132 and block_p >= 32:  # few programs: halve them, to have more loads under way
-        block_p //= 2
+    block_p, warps = shape or (min(32, triton.next_power_of_2(dim)), 4)
     parts = triton.cdiv(dim, block_p)
     _step[(heads * parts, count)](
         projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, conv_state, ssm_state, rows.past, rows.slots,
@@ -142,6 +144,6 @@ def mamba_step(
         projected.stride(0), conv_state.stride(0), ssm_state.stride(0), dt_limit[0], min(dt_limit[1], 3e38), eps,
         heads, dim, n, groups, reach, conv_bias is not None, parts, block_p,
         triton.next_power_of_2(n), triton.next_power_of_2(inner // groups),
-        num_warps=4, **OPTIONS,
+        num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return out
