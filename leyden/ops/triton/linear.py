@@ -133,7 +133,9 @@ def vector(x: Tensor, matrix: Tensor, square: bool = False, shape: tuple[int, in
     size, k = matrix.shape
     block_n, block_k, warps = shape
     out = torch.empty(1, size, dtype=x.dtype, device=x.device)
-    _vector[(triton.cdiv(size, block_n),)](x, matrix, out, size, k, square, block_n, block_k, num_warps=warps, **OPTIONS)
+    _vector[(triton.cdiv(size, block_n),)](
+        x, matrix, out, size, k, square, block_n, block_k, num_warps=warps, **OPTIONS
+    )
     return out
 
 

@@ -85,7 +85,9 @@ def _route(
     rows = first + tl.arange(0, BLOCK_M)
     for start in range(0, H, BLOCK_H):
         at = start + h
-        value = tl.load(x + rows[:, None] * x_stride + at[None, :], mask=(rows < M)[:, None] & (at < H)[None, :], other=0.0)
+        value = tl.load(
+            x + rows[:, None] * x_stride + at[None, :], mask=(rows < M)[:, None] & (at < H)[None, :], other=0.0
+        )
         following = tl.load(tile + start + BLOCK_H, mask=in_e[:, None] & (at + BLOCK_H < H)[None, :], other=0.0)
         acc += value.to(tl.float32)[:, None, :] * w[None, :, :]
         w = following
@@ -180,7 +182,9 @@ def _up_one(
     in_n = n < tl.where(is_shared, SHARED, I)
     w = tl.zeros((BLOCK_N, BLOCK_K), dtype=up.dtype.element_ty)
     if SHARED:
-        w = tl.load(shared + n[:, None] * K + k[None, :], mask=(in_n & is_shared)[:, None] & (k < K)[None, :], other=0.0)
+        w = tl.load(
+            shared + n[:, None] * K + k[None, :], mask=(in_n & is_shared)[:, None] & (k < K)[None, :], other=0.0
+        )
     wait()
     release()
     choice = tl.where(is_shared, 0, (pid - AHEAD) // TILES)
@@ -336,11 +340,19 @@ def _down_dense(
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for start in tl.range(item * PART, item * PART + PART, BLOCK_K, num_stages=STAGES):
             inside = start + k < SHARED
-            w = tl.load(shared + n[:, None] * SHARED + (start + k)[None, :], mask=in_n[:, None] & inside[None, :], other=0.0)
-            value = tl.load(hs + m[None, :] * SHARED + (start + k)[:, None], mask=(m < M)[None, :] & inside[:, None], other=0.0)
+            w = tl.load(
+                shared + n[:, None] * SHARED + (start + k)[None, :], mask=in_n[:, None] & inside[None, :], other=0.0
+            )
+            value = tl.load(
+                hs + m[None, :] * SHARED + (start + k)[:, None], mask=(m < M)[None, :] & inside[:, None], other=0.0
+            )
             acc = tl.dot(w, value, acc, input_precision="ieee")
         place = M * CHOICES + item * M + m
-        tl.store(done + place[:, None] * N + n[None, :], tl.trans(acc).to(done.dtype.element_ty), mask=(m < M)[:, None] & in_n[None, :])
+        tl.store(
+            done + place[:, None] * N + n[None, :],
+            tl.trans(acc).to(done.dtype.element_ty),
+            mask=(m < M)[:, None] & in_n[None, :],
+        )
     else:
         pair = item - SPLITS
         expert = tl.load(ids + pair)
@@ -354,7 +366,11 @@ def _down_dense(
                 w = tl.load(left + start, mask=in_n[:, None] & inside[None, :], other=0.0)
                 value = tl.load(right + start, mask=member[None, :] & inside[:, None], other=0.0)
                 acc = tl.dot(w, value, acc, input_precision="ieee")
-            tl.store(done + at[:, None] * N + n[None, :], tl.trans(acc).to(done.dtype.element_ty), mask=member[:, None] & in_n[None, :])
+            tl.store(
+                done + at[:, None] * N + n[None, :],
+                tl.trans(acc).to(done.dtype.element_ty),
+                mask=member[:, None] & in_n[None, :],
+            )
 
 
 @triton.jit
@@ -446,7 +462,13 @@ def moe(
 
 
 def _mixed(
-    x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, shared_up: Tensor | None, shared_down: Tensor | None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    shared_up: Tensor | None,
+    shared_down: Tensor | None,
 ) -> Tensor:
     count = len(x)
     if count == 0:
@@ -512,7 +534,12 @@ def few_rows(
 
 
 def many_rows(
-    x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, shape: tuple[int, int, int, int, int] | None = None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    shape: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
     """shape: rows of x, rows and columns of a tile, stages, warps."""
     (count, choices), (total, inner, k), size = ids.shape, up.shape, down.shape[1]

@@ -9,7 +9,19 @@ from leyden.ops.triton.launch import OPTIONS, release, wait
 
 
 @triton.jit
-def _norm(x, residual, weight, out, total, x_stride, residual_stride, eps, H: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _norm(
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    x_stride,
+    residual_stride,
+    eps,
+    H: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < H
@@ -18,7 +30,9 @@ def _norm(x, residual, weight, out, total, x_stride, residual_stride, eps, H: tl
     release()
     value = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
     if ADD:
-        value = value.to(tl.float32) + tl.load(residual + row * residual_stride + at, mask=inside, other=0.0).to(tl.float32)
+        value = value.to(tl.float32) + tl.load(residual + row * residual_stride + at, mask=inside, other=0.0).to(
+            tl.float32
+        )
         value = value.to(total.dtype.element_ty)
         tl.store(total + row * H + at, value, mask=inside)
     value = value.to(tl.float32)
@@ -27,7 +41,9 @@ def _norm(x, residual, weight, out, total, x_stride, residual_stride, eps, H: tl
 
 
 @triton.jit
-def _gated_norm(y, z, weight, out, y_stride, z_stride, eps, WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_norm(
+    y, z, weight, out, y_stride, z_stride, eps, WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
+):
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -79,7 +95,19 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Ten
     block = triton.next_power_of_2(size)
     warps = min(8, max(1, block // 512))
     _norm[(len(x),)](
-        x, residual, weight, out, total, x.stride(0), residual.stride(0), eps, size, add, block, num_warps=warps, **OPTIONS
+        x,
+        residual,
+        weight,
+        out,
+        total,
+        x.stride(0),
+        residual.stride(0),
+        eps,
+        size,
+        add,
+        block,
+        num_warps=warps,
+        **OPTIONS,
     )
 
 

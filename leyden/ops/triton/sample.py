@@ -61,7 +61,9 @@ def _peaks(
 @triton.jit
 def _pivots(lo, hi, i, PIVOTS: tl.constexpr):
     """The i-th of the pivots: the same bits wherever it is computed, hence the explicit fused multiply-add."""
-    return tl.fma(tl.zeros_like(i).to(tl.float32) + (hi - lo), i.to(tl.float32) / PIVOTS, tl.zeros_like(i).to(tl.float32) + lo)
+    return tl.fma(
+        tl.zeros_like(i).to(tl.float32) + (hi - lo), i.to(tl.float32) / PIVOTS, tl.zeros_like(i).to(tl.float32) + lo
+    )
 
 
 @triton.jit
@@ -86,7 +88,9 @@ def _sweep(logits, first, end, V, lo, hi, top, heat, BLOCK: tl.constexpr, PIVOTS
 
 
 @triton.jit
-def _decide(count, mass, least, most, lo, hi, target, n_above, m_above, phase, keep, top, heat, k, p, PIVOTS: tl.constexpr):
+def _decide(
+    count, mass, least, most, lo, hi, target, n_above, m_above, phase, keep, top, heat, k, p, PIVOTS: tl.constexpr
+):
     """The next interval, or the next phase."""
     i = tl.arange(0, PIVOTS)
     if (phase == 1) & (target < 0.0):
@@ -219,9 +223,7 @@ def _joined(
     tie_at = tl.load(places + 1, mask=inside, other=_ALL, cache_modifier=".cg")
     tie_most = tl.where(before + ties <= keep, tie_most, float("-inf"))
     best = tl.maximum(tl.max(most, 0), tl.max(tie_most, 0))
-    token = tl.minimum(
-        tl.min(tl.where(most == best, at, _ALL), 0), tl.min(tl.where(tie_most == best, tie_at, _ALL), 0)
-    )
+    token = tl.minimum(tl.min(tl.where(most == best, at, _ALL), 0), tl.min(tl.where(tie_most == best, tie_at, _ALL), 0))
     cut = (before < keep) & (before + ties > keep)
     if tl.sum(cut.to(tl.int32), 0) > 0:  # one tile's ties are kept in part
         border = tl.sum(tl.where(cut, t, 0), 0)

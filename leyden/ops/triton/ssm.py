@@ -24,7 +24,9 @@ def _convolved(
     out *= tl.load(weight + channel * (REACH + 1) + REACH, mask=inside, other=0.0).to(tl.float32)
     for tap in tl.static_range(REACH):
         column = tl.load(window + tap * CHANNELS + channel, mask=inside & (fresh == 0), other=0.0)
-        out += column.to(tl.float32) * tl.load(weight + channel * (REACH + 1) + tap, mask=inside, other=0.0).to(tl.float32)
+        out += column.to(tl.float32) * tl.load(weight + channel * (REACH + 1) + tap, mask=inside, other=0.0).to(
+            tl.float32
+        )
     if BIAS:
         out += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     return (out * tl.sigmoid(out)).to(new.dtype.element_ty).to(tl.float32)
@@ -36,7 +38,9 @@ def _time_step(dt, bias, low, high):
     value = dt.to(tl.float32) + bias
     grown = tl.exp(tl.minimum(value, 20.0))
     one_more = 1.0 + grown
-    log1p = tl.where(one_more == 1.0, grown, tl.log(one_more) * (grown / tl.where(one_more == 1.0, 1.0, one_more - 1.0)))
+    log1p = tl.where(
+        one_more == 1.0, grown, tl.log(one_more) * (grown / tl.where(one_more == 1.0, 1.0, one_more - 1.0))
+    )
     return tl.minimum(tl.maximum(tl.where(value > 20.0, value, log1p), low), high)
 
 

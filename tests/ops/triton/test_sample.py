@@ -12,10 +12,8 @@ from leyden.ops.triton import sample  # noqa: E402
 
 def check(device: str, logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     count = len(logits)
-    columns = [
-        torch.full((count,), value, dtype=dtype, device=device)
-        for value, dtype in ((temperature, torch.float32), (top_k, torch.int64), (top_p, torch.float32), (min_p, torch.float32))
-    ]
+    values = (float(temperature), int(top_k), float(top_p), float(min_p))
+    columns = [torch.full((count,), value, device=device) for value in values]
     seed = torch.arange(count, device=device) * 0x1234567890 + 5
     position = torch.arange(count, device=device) * 7 + 3
     arguments = (logits.to(device), *columns, seed, position)
@@ -24,8 +22,8 @@ def check(device: str, logits: torch.Tensor, temperature: float, top_k: int, top
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
-    [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 20, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.3, 50, 0.8, 0.02), (1.0, 0, 1.0, 0.3),
-     (1.0, 100_000, 0.5, 0.0), (2.0, 1, 1.0, 0.0)],
+    [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 20, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.3, 50, 0.8, 0.02),
+     (1.0, 0, 1.0, 0.3), (1.0, 100_000, 0.5, 0.0), (2.0, 1, 1.0, 0.0)],
 )  # fmt: skip
 def test_tokens(device: str, temperature: float, top_k: int, top_p: float, min_p: float):
     logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(1)) * 3
