@@ -168,7 +168,8 @@ def kv_write(k: Tensor, v: Tensor, cache: Tensor, rows: Rows) -> None:
         _kv_write[(count,)](
             k, v, cache, rows.starts, rows.past, rows.pages, number,
             k.stride(0), v.stride(0), cache.stride(0), rows.pages.stride(0),
-            cache.shape[2], width, triton.next_power_of_2(width), triton.next_power_of_2(number), num_warps=1, **OPTIONS,
+            cache.shape[2], width, triton.next_power_of_2(width), triton.next_power_of_2(number),
+            num_warps=1, **OPTIONS,
         )  # fmt: skip
 
 

@@ -142,7 +142,7 @@ def vector(x: Tensor, matrix: Tensor, square: bool = False, shape: tuple[int, in
 def narrow(
     x: Tensor, matrix: Tensor, square: bool = False, shape: tuple[int, int, int, int, int] | None = None
 ) -> Tensor:
-    """x [M <= 64, K] @ matrix [N, K]^T, then relu^2 if `square`; shape (tile rows and columns, splits, stages, warps)."""
+    """x [M <= 64, K] @ matrix [N, K]^T, then relu^2 if `square`; shape: tile, splits, stages, warps."""
     count, (size, k) = len(x), matrix.shape
     block_n, block_k, splits, stages, warps = shape or _narrow_shape(size, k)
     block_m = max(16, triton.next_power_of_2(count))

@@ -169,17 +169,17 @@ def _relu_squared(acc, dtype: tl.constexpr):
 @triton.jit
 def _up_one(
     x, ids, up, shared, h, hs,
-    K: tl.constexpr, I: tl.constexpr, SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One row: the shared expert's tiles first (they do not depend on the routing), then those of the k experts."""
-    TILES: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     AHEAD: tl.constexpr = (SHARED + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
     k = tl.arange(0, BLOCK_K)
     own = tl.arange(0, BLOCK_N)
     is_shared = pid < AHEAD
     n = tl.where(is_shared, pid, (pid - AHEAD) % TILES) * BLOCK_N + own
-    in_n = n < tl.where(is_shared, SHARED, I)
+    in_n = n < tl.where(is_shared, SHARED, INNER)
     w = tl.zeros((BLOCK_N, BLOCK_K), dtype=up.dtype.element_ty)
     if SHARED:
         w = tl.load(
@@ -188,7 +188,7 @@ def _up_one(
     wait()
     release()
     choice = tl.where(is_shared, 0, (pid - AHEAD) // TILES)
-    matrix = up + tl.load(ids + choice).to(tl.int64) * (I * K)
+    matrix = up + tl.load(ids + choice).to(tl.int64) * (INNER * K)
     if SHARED:
         matrix = tl.where(is_shared, shared, matrix)
     tile = matrix + n[:, None] * K + k[None, :]
@@ -201,7 +201,7 @@ def _up_one(
         acc += value[None, :] * w.to(tl.float32)
         w = following
     total = _relu_squared(tl.sum(acc, 1), h.dtype.element_ty)
-    tl.store(h + choice * I + n, total, mask=in_n & (pid >= AHEAD))
+    tl.store(h + choice * INNER + n, total, mask=in_n & (pid >= AHEAD))
     if SHARED:
         tl.store(hs + n, total, mask=in_n & is_shared)
 
@@ -209,7 +209,7 @@ def _up_one(
 @triton.jit
 def _down_tile(
     step, ids, down, shared, n, in_n, k,
-    N: tl.constexpr, I: tl.constexpr, SHARED: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
+    N: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
     CHOICES: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The weights of one step of _down_one: AHEAD steps of the shared expert, then STEPS for each choice."""
@@ -217,8 +217,8 @@ def _down_tile(
     at = (step - AHEAD) % STEPS * BLOCK_K + k
     here = (step >= AHEAD) & (choice < CHOICES)
     expert = tl.load(ids + choice, mask=here, other=0)
-    tile = down + expert * (N * I) + n[:, None] * I + at[None, :]
-    inside = (at < I) & here
+    tile = down + expert * (N * INNER) + n[:, None] * INNER + at[None, :]
+    inside = (at < INNER) & here
     if SHARED:
         own = step * BLOCK_K + k
         is_shared = step < AHEAD
@@ -230,11 +230,11 @@ def _down_tile(
 @triton.jit
 def _down_one(
     h, hs, ids, weights, down, shared, out,
-    N: tl.constexpr, I: tl.constexpr, SHARED: tl.constexpr, CHOICES: tl.constexpr,
+    N: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One row: BLOCK_N outputs, summed over all experts; nothing to join afterwards. The next tile is on its way."""
-    STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
+    STEPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
     AHEAD: tl.constexpr = (SHARED + BLOCK_K - 1) // BLOCK_K
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -248,16 +248,18 @@ def _down_one(
     else:
         wait()
         release()
-        w = _down_tile(0, ids, down, shared, n, in_n, k, N, I, SHARED, STEPS, AHEAD, CHOICES, BLOCK_K)
+        w = _down_tile(0, ids, down, shared, n, in_n, k, N, INNER, SHARED, STEPS, AHEAD, CHOICES, BLOCK_K)
     for step in range(AHEAD + CHOICES * STEPS):
-        following = _down_tile(step + 1, ids, down, shared, n, in_n, k, N, I, SHARED, STEPS, AHEAD, CHOICES, BLOCK_K)
+        following = _down_tile(
+            step + 1, ids, down, shared, n, in_n, k, N, INNER, SHARED, STEPS, AHEAD, CHOICES, BLOCK_K
+        )
         choice = tl.maximum(step - AHEAD, 0) // STEPS
         at = tl.where(step < AHEAD, step, (step - AHEAD) % STEPS) * BLOCK_K + k
-        source = h + choice * I
+        source = h + choice * INNER
         if SHARED:
             source = tl.where(step < AHEAD, hs, source)
         factor = tl.where(step < AHEAD, 1.0, tl.load(weights + choice))
-        value = tl.load(source + at, mask=at < tl.where(step < AHEAD, SHARED, I), other=0.0).to(tl.float32)
+        value = tl.load(source + at, mask=at < tl.where(step < AHEAD, SHARED, INNER), other=0.0).to(tl.float32)
         acc += (value * factor)[None, :] * w.to(tl.float32)
         w = following
     tl.store(out + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=in_n)
@@ -284,11 +286,11 @@ def _leads(ids, pair, expert, BLOCK_P: tl.constexpr):
 @triton.jit
 def _up_dense(
     x, ids, up, shared, h, hs, M, x_stride,
-    K: tl.constexpr, I: tl.constexpr, SHARED: tl.constexpr, CHOICES: tl.constexpr, BLOCK_M: tl.constexpr,
+    K: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, CHOICES: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All rows times one tile of one expert; the rows that chose the expert are kept."""
-    TILES: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     AHEAD: tl.constexpr = (SHARED + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
     k, m = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_M)
@@ -299,8 +301,8 @@ def _up_dense(
     expert = tl.load(ids + pair)
     if is_shared | _leads(ids, pair, expert, BLOCK_P):
         n = tl.where(is_shared, pid, (pid - AHEAD) % TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
-        in_n = n < tl.where(is_shared, SHARED, I)
-        matrix = up + expert * (I * K)
+        in_n = n < tl.where(is_shared, SHARED, INNER)
+        matrix = up + expert * (INNER * K)
         if SHARED:
             matrix = tl.where(is_shared, shared, matrix)
         left = matrix + n[:, None] * K + k[None, :]
@@ -314,7 +316,7 @@ def _up_dense(
         made = _relu_squared(tl.trans(acc), h.dtype.element_ty)
         member, at = _members(ids, expert, M, CHOICES, BLOCK_M, BLOCK_C)
         member = member & (pid >= AHEAD)
-        tl.store(h + at[:, None] * I + n[None, :], made, mask=member[:, None] & in_n[None, :])
+        tl.store(h + at[:, None] * INNER + n[None, :], made, mask=member[:, None] & in_n[None, :])
         if SHARED:
             tl.store(hs + m[:, None] * SHARED + n[None, :], made, mask=((m < M) & is_shared)[:, None] & in_n[None, :])
 
@@ -322,7 +324,7 @@ def _up_dense(
 @triton.jit
 def _down_dense(
     h, hs, ids, down, shared, done, M,
-    N: tl.constexpr, I: tl.constexpr, SHARED: tl.constexpr, CHOICES: tl.constexpr, SPLITS: tl.constexpr,
+    N: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, CHOICES: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -358,11 +360,11 @@ def _down_dense(
         expert = tl.load(ids + pair)
         if _leads(ids, pair, expert, BLOCK_P):
             member, at = _members(ids, expert, M, CHOICES, BLOCK_M, BLOCK_C)
-            left = down + expert * (N * I) + n[:, None] * I + k[None, :]
-            right = h + at[None, :] * I + k[:, None]
+            left = down + expert * (N * INNER) + n[:, None] * INNER + k[None, :]
+            right = h + at[None, :] * INNER + k[:, None]
             acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-            for start in tl.range(0, I, BLOCK_K, num_stages=STAGES):
-                inside = start + k < I
+            for start in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
+                inside = start + k < INNER
                 w = tl.load(left + start, mask=in_n[:, None] & inside[None, :], other=0.0)
                 value = tl.load(right + start, mask=member[None, :] & inside[:, None], other=0.0)
                 acc = tl.dot(w, value, acc, input_precision="ieee")
@@ -483,7 +485,8 @@ def _mixed(
 
 
 def one_row(
-    x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, shared_up: Tensor | None, shared_down: Tensor | None,
+    x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor,
+    shared_up: Tensor | None, shared_down: Tensor | None,
     up_shape: tuple[int, int, int] = (4, 1024, 4), down_shape: tuple[int, int, int] = (8, 512, 4),
 ) -> Tensor:  # fmt: skip
     """shapes: rows and columns of a tile, warps."""
@@ -507,7 +510,8 @@ def one_row(
 
 
 def few_rows(
-    x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, shared_up: Tensor | None, shared_down: Tensor | None,
+    x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor,
+    shared_up: Tensor | None, shared_down: Tensor | None,
     shape: tuple[int, int, int, int] = (64, 64, 5, 4),
 ) -> Tensor:  # fmt: skip
     """shape: rows and columns of a tile, stages, warps."""

@@ -1,9 +1,10 @@
 """From logits to one token per row, without a sort and without a word to the host.
 
-Kept tokens are always a prefix of the order by (logit, lower id): a smallest logit and how many of its ties. _peaks finds
-the largest logit of each row. Each launch of _narrow_down cuts the interval in which the smallest kept logit lies into
-32 parts: first for top_k (by count), then for top_p (by mass), until only one value is left in it; rows without a filter
-and rows that are done pass through. _pick draws by the Gumbel trick among what is kept. Sums are taken in a fixed order.
+Kept tokens are always a prefix of the order by (logit, lower id): a smallest logit and how many of its ties. _peaks
+finds the largest logit of each row. Each launch of _narrow_down cuts the interval in which the smallest kept logit lies
+into 32 parts: first for top_k (by count), then for top_p (by mass), until only one value is left in it; rows without a
+filter and rows that are done pass through. _pick draws by the Gumbel trick among what is kept. Sums are taken in a
+fixed order, so the same logits give the same token.
 """
 
 import torch
@@ -209,7 +210,8 @@ def _best(score, ids):
 
 @triton.jit
 def _joined(
-    line, scores, places, V, lo, keep, heat, seed, position, TILE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr
+    line, scores, places, V, lo, keep, heat, seed, position,
+    TILE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """The token, from every tile's best above the border, its best tie and its number of ties."""
     t = tl.arange(0, BLOCK_T)
@@ -242,7 +244,7 @@ def _pick(
     logits, temperature, seeds, positions, part_scores, part_ids, arrived, floats, ints, out, V,
     TILE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Best of the tokens above the smallest kept logit, and best of its ties; of the ties only the first `keep` count."""
+    """Best token above the smallest kept logit, or the best of its first `keep` ties."""
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     wait()
     release()
