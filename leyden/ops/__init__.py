@@ -12,6 +12,8 @@ means zeros before and nothing after. Rows with slot 0 are padding: their result
     mlp(x[T,K], up: Weight[I,K], down: Weight[N,I]) -> [T,N]         down(relu(up x)^2)
     route(x[T,H], gate[E,H], bias[E], k, groups, kept, normalize, scale) -> (ids[T,k] int64, weights[T,k] fp32)
     experts(x[T,K], ids[T,k], weights[T,k], up: Weight[E,I,K], down: Weight[E,N,I]) -> [T,N]
+    moe(x[T,K], ids, weights, up, down, shared_up: Weight[S,K], shared_down: Weight[N,S]) -> [T,N]
+                                                                    experts(x, ...) + mlp(x, shared_up, shared_down)
     causal_conv(x[T,C], weight[C,K], bias[C]|None, state[S,K-1,C]|None, rows) -> [T,C]    SiLU included
     ssd_scan(x[T,heads,dim], dt[T,heads], B[T,G,N], C[T,G,N], A_log[heads], D[heads], dt_bias[heads], dt_limit, chunk,
              state[S,heads,dim,N]|None, rows) -> y[T,heads,dim]      rows of any length
@@ -45,6 +47,7 @@ linear = Op(_linear.linear)
 mlp = Op(_linear.mlp)
 route = Op(_moe.route)
 experts = Op(_moe.experts)
+moe = Op(_moe.moe)
 causal_conv = Op(_mamba.causal_conv)
 ssd_scan = Op(_mamba.ssd_scan)
 gated_norm = Op(_norm.gated_norm)
