@@ -40,7 +40,7 @@ def test_fields():
     assert (server.served_model_name, server.port, server.api_key) == (("a", "b"), 9000, ("k",))
     assert server.disable_access_log_for_endpoints == ("/health", "/metrics")
     assert (server.allowed_origins, server.ping_interval) == (("http://a",), 3.0)
-    assert made.tokenizer == "t" and made.speculative is None and made.warnings == () and made.notes("cpu") == []
+    assert made.engine.tokenizer == "t" and made.speculative is None and made.warnings == () and made.notes("cpu") == []
 
 
 def test_nothing_given_changes_nothing():

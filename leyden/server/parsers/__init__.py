@@ -21,9 +21,10 @@ from leyden.server.parsers.events import (
     ToolCallStart,
     merged,
 )
-from leyden.server.parsers.reasoning import NemotronV3, NoReasoning, ReasoningParser, starts_thinking
+from leyden.server.parsers.reasoning import NemotronV3, NoReasoning, ReasoningParser
 from leyden.server.parsers.tags import SPECIAL, Lexer
 from leyden.server.parsers.tools import Qwen3Coder, ToolParser
+from leyden.text.thinking import starts_thinking
 
 __all__ = [
     "REASONING_PARSERS",
