@@ -16,6 +16,8 @@ from leyden.errors import RequestError
 MAX_SEED = 2**63 - 1
 
 GRAMMARS = ("json", "compact_json", "regex", "ebnf", "lark", "structural_tag")
+# White space in a row between the parts of a JSON text, where a grammar rules: some models never get out of it.
+MOST_BLANKS = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,8 +135,7 @@ class Engine:
         }
 
     def ready(self, request: Request) -> bool:
-        """Whether submit() would return at once; starts what is needed for that. Raises what submit() would."""
-        self._validate(request)
+        """Whether submit() would return at once; starts what is needed for that. RequestError as from submit()."""
         return self.grammars.ready(request)
 
     def submit(self, request: Request) -> None:

@@ -30,7 +30,7 @@ from leyden import log
 from leyden.errors import RequestError
 from leyden.text.thinking import MARKUP
 from leyden.text.tokenizer import Tokenizer
-from leyden.types import Admit, Delta, Grammar, Markers, Request, Row
+from leyden.types import MOST_BLANKS, Admit, Delta, Grammar, Markers, Request, Row
 
 logger = log.get(__name__)
 
@@ -38,7 +38,6 @@ SECONDS = 5.0  # for one grammar
 CHARACTERS = 256 << 10
 REGEX_CHARACTERS = 8 << 10
 DEPTH = 64  # of a JSON schema
-_BLANKS = 16  # white space in a row between the parts of a JSON text: some models never get out of it
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 _KEPT, _KEPT_BYTES = 256, 512 << 20
 # What an answer may cost the loop: an ambiguous grammar costs more with every token. Usual are 2 µs a token.
@@ -141,7 +140,7 @@ class Compiler:
         try:
             match grammar.kind:
                 case "json":
-                    return text.compile_json_schema(grammar.text, max_whitespace_cnt=_BLANKS)
+                    return text.compile_json_schema(grammar.text, max_whitespace_cnt=MOST_BLANKS)
                 case "compact_json":
                     return text.compile_json_schema(grammar.text, any_whitespace=False)
                 case "regex":

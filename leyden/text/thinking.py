@@ -1,9 +1,10 @@
 """Where a prompt leaves the model's thinking: what templates of this family write as <think> ... </think>."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from leyden.text.tokenizer import Tokenizer
-from leyden.types import Markers, Thinking
+from leyden.types import Markers, SamplingParams, Thinking
 
 OPENS, ENDS, CALLS = "<think>", "</think>", "<tool_call>"
 MARKUP = (OPENS, ENDS, CALLS, "</tool_call>")  # added tokens that are part of an answer
@@ -18,36 +19,34 @@ def starts_thinking(prompt: Sequence[int], tokenizer: Tokenizer, default: bool =
     return next((id == opens for id in reversed(prompt) if id in (opens, closes)), default)
 
 
-def thinking_after(
+def with_thinking(
+    params: SamplingParams,
     prompt: Sequence[int],
     tokenizer: Tokenizer,
     *,
     starts: bool,
     calls: bool = False,
-    reopens: bool = True,
-    grace: bool = False,
     forced: str = ENDS,
-) -> Thinking:
-    """What the engine has to know of the thinking in an answer to `prompt`.
+) -> SamplingParams:
+    """`params` with what the engine has to know of the thinking in an answer to `prompt`, if grammar or budget need it.
 
-    starts   the answer starts inside thinking
-    calls    a tool call ends thinking too
-    reopens  thinking that has ended may begin again
-    grace    line ends are needed
-    forced   text that ends thinking at its budget; what stands behind `</think>` in it is left out, and if it has no
-             `</think>`, one follows
+    starts  the answer starts inside thinking
+    calls   a tool call ends thinking too
+    forced  text that ends thinking at its budget; what stands behind `</think>` in it is left out, and if it has no
+            `</think>`, one follows
 
-    The line end that the template itself puts after `<think>` is not counted as thinking.
+    The line end that templates put after `<think>` is not counted as thinking.
     """
+    if params.grammar is None and params.thinking_token_budget is None:
+        return params
     opens, closes = tokenizer.id_of(OPENS), tokenizer.id_of(ENDS)
     spent = next((n for n, id in enumerate(reversed(prompt)) if id == opens), 0) if starts else 0
     if spent and not tokenizer.bytes_of(prompt[-spent]).strip(b"\n"):
         spent -= 1
-    ids = tokenizer.encode(forced.partition(ENDS)[0])
     markers = Markers(
-        opens=opens if reopens else None,
+        opens=opens if params.grammar is None else None,  # a grammar says what follows thinking
         ends=(closes, tokenizer.id_of(CALLS)) if calls else (closes,),
-        forced=(*ids, closes),
-        line_ends=tokenizer.line_ends if grace else (),
+        forced=(*tokenizer.encode(forced.partition(ENDS)[0]), closes),
+        line_ends=tokenizer.line_ends if params.thinking_token_grace else (),
     )
-    return Thinking(markers=markers, open=starts, spent=spent)
+    return replace(params, thinking=Thinking(markers=markers, open=starts, spent=spent))

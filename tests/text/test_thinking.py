@@ -1,4 +1,5 @@
-from leyden.text.thinking import starts_thinking, thinking_after
+from leyden.text.thinking import starts_thinking, with_thinking
+from leyden.types import Grammar, SamplingParams
 
 
 def test_where_an_answer_starts(tokenizer):
@@ -10,8 +11,9 @@ def test_where_an_answer_starts(tokenizer):
     assert starts("no tags") and not starts("no tags", default=False)
 
 
-def after(tokenizer, text, **options):
-    return thinking_after(tokenizer.encode(text), tokenizer, starts=True, **options)
+def after(tokenizer, text, starts=True, params=None, **options):
+    params = params or SamplingParams(thinking_token_budget=5)
+    return with_thinking(params, tokenizer.encode(text), tokenizer, starts=starts, **options).thinking
 
 
 def test_the_line_end_of_the_template_is_not_charged_and_thinking_in_the_prompt_is(tokenizer):
@@ -20,7 +22,7 @@ def test_the_line_end_of_the_template_is_not_charged_and_thinking_in_the_prompt_
     assert after(tokenizer, "no tags").spent == 0
     assert after(tokenizer, "<think>\nI think").spent == len(tokenizer.encode("I think"))
     assert after(tokenizer, "<think>I think").spent == len(tokenizer.encode("I think"))
-    closed = thinking_after(tokenizer.encode("<think>I think</think>"), tokenizer, starts=False)
+    closed = after(tokenizer, "<think>I think</think>", starts=False)
     assert closed.spent == 0 and not closed.open
 
 
@@ -29,9 +31,15 @@ def test_what_thinking_ends_with(tokenizer):
     markers = after(tokenizer, "<think>\n").markers
     assert (markers.opens, markers.ends, markers.forced, markers.line_ends) == (opens, (closes,), (closes,), ())
     assert after(tokenizer, "<think>", calls=True).markers.ends == (closes, calls)
-    assert after(tokenizer, "<think>", reopens=False).markers.opens is None
+    assert after(tokenizer, "<think>", params=SamplingParams(grammar=Grammar("regex", "a"))).markers.opens is None
     forced = (*tokenizer.encode("\nEnough."), closes)
     for text in ("\nEnough.", "\nEnough.</think>", "\nEnough.</think>\n\n"):
         assert after(tokenizer, "<think>", forced=text).markers.forced == forced
-    ends = after(tokenizer, "<think>", grace=True).markers.line_ends
+    graceful = SamplingParams(thinking_token_budget=5, thinking_token_grace=3)
+    ends = after(tokenizer, "<think>", params=graceful).markers.line_ends
     assert ends and all((id in ends) == ("\n" in tokenizer.decode([id])) for id in range(tokenizer.vocab_size))
+
+
+def test_requests_that_do_not_need_it_carry_nothing(tokenizer):
+    params = SamplingParams(thinking_token_grace=3)
+    assert with_thinking(params, [1, 2], tokenizer, starts=True) is params
