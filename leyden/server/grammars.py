@@ -196,7 +196,7 @@ def _call(function: Mapping[str, Any], parameters: bool) -> dict[str, Any]:
             "type": "json_schema",
             "json_schema": schema if parameters else True,
             "style": "qwen_xml",
-            "max_whitespace_cnt": MOST_BLANKS,
+            "max_whitespace_cnt": 1,  # the line ends of the format; around listed words more would be part of the value
         },
         "end": "</function>\n</tool_call>",
     }
