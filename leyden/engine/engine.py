@@ -195,7 +195,7 @@ class Engine:
     def _follow(self, deltas: list[Delta]) -> list[Delta]:
         """Tell the grammars what was sampled."""
         for request_id, reason in self.grammars.follow(deltas).items():
-            logger.error("%s: %s", request_id, reason)
+            logger.warning("%s: %s", request_id, reason)
             self.scheduler.abort(request_id, error=reason)
         return deltas
 

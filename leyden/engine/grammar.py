@@ -64,6 +64,10 @@ class Compiler:
 
     def ready(self, grammar: Grammar) -> bool:
         """Whether `get` would return at once; starts what is needed for it. RequestError if it cannot be compiled."""
+        most = REGEX_CHARACTERS if grammar.kind == "regex" else CHARACTERS
+        if not 1 <= len(grammar.text) <= most:
+            message = f"it must have between 1 and {most} characters, got {len(grammar.text)}"
+            raise RequestError(f"{grammar.param}: {message}", grammar.param)
         if not self._compilers.done():
             return False
         try:
@@ -135,7 +139,8 @@ class Compiler:
         return xgrammar.GrammarCompiler(info, max_threads=_THREADS, cache_enabled=False)
 
     def _compile(self, grammar: Grammar) -> Any:
-        _check(grammar)
+        if grammar.kind in ("json", "compact_json", "structural_tag"):
+            _check_json(grammar.text)
         text, marked = self._compilers.result()
         try:
             match grammar.kind:
@@ -157,20 +162,16 @@ class Compiler:
             raise ValueError(f"{where}: {reason}" if where else reason) from None
 
 
-def _check(grammar: Grammar) -> None:
-    """ValueError for what is too large to be tried, or is not even JSON where it should be."""
-    most = REGEX_CHARACTERS if grammar.kind == "regex" else CHARACTERS
-    if not grammar.text or len(grammar.text) > most:
-        raise ValueError(f"it must have between 1 and {most} characters, got {len(grammar.text)}")
-    if grammar.kind in ("json", "compact_json", "structural_tag"):
-        try:
-            depth = _depth(json.loads(grammar.text))
-        except RecursionError:
-            depth = DEPTH + 1
-        except ValueError as error:
-            raise ValueError(f"it is not JSON: {error}") from None
-        if depth > DEPTH:
-            raise ValueError(f"it must not be nested deeper than {DEPTH} levels")
+def _check_json(text: str) -> None:
+    """ValueError for what is no JSON, or too deep to be tried."""
+    try:
+        depth = _depth(json.loads(text))
+    except RecursionError:
+        depth = DEPTH + 1
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    if depth > DEPTH:
+        raise ValueError(f"it must not be nested deeper than {DEPTH} levels")
 
 
 def _depth(value: Any) -> int:
@@ -235,7 +236,7 @@ class _Answer:
                 continue  # ignore_eos: more of the same
             started = time.thread_time()
             if not self.matcher.accept_token(id):
-                return f"token {id} was sampled, which its grammar does not allow"
+                return f"its grammar does not allow what was sampled (token {id})"
             self.seconds += time.thread_time() - started
             self.tokens += 1
         if self.seconds > _PATIENCE + _PATIENCE_PER_TOKEN * self.tokens:
@@ -314,6 +315,7 @@ class Grammars:
                 fill[n] = answer.matcher
         if fill:
             self._filler.batch_fill_next_token_bitmask(list(fill.values()), words, list(fill))
+        words[~words.any(1)] = -1  # a grammar that leads nowhere: it will refuse what is sampled, whatever that is
         return Allowed([i for i, _ in asked], words)
 
     @cached_property

@@ -359,6 +359,13 @@ class Refusing:
         return False
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_grammar_that_leads_nowhere_ends_with_an_error(model, tokenizer, temperature):
+    nowhere = request("a", Grammar("regex", r"ab[^\x00-\U0010FFFF]"), temperature=temperature, top_p=0.9)
+    out = run(engine(model, tokenizer=lambda: tokenizer), [(0, nowhere)])
+    assert out["a"][-1].finish_reason == "error" and "does not allow" in out["a"][-1].error
+
+
 def test_a_grammar_that_costs_more_with_every_token_is_given_up(model, tokenizer, monkeypatch):
     monkeypatch.setattr(module, "_PATIENCE", 0.0)
     monkeypatch.setattr(module, "_PATIENCE_PER_TOKEN", 2e-5)
