@@ -17,7 +17,6 @@ from leyden.errors import RequestError
 from leyden.text.thinking import CALLS, ENDS, OPENS
 from leyden.types import MOST_BLANKS, Grammar
 
-STRICT_LEVELS = ("auto", "function", "parameter")
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 # The names that structured_outputs had in older versions of vLLM, one field for each kind.
 LEGACY = {f"guided_{kind}": kind for kind in ("json", "json_object", "regex", "choice", "grammar")}

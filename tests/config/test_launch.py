@@ -43,6 +43,16 @@ def test_fields():
     assert made.engine.tokenizer == "t" and made.speculative is None and made.warnings == () and made.notes("cpu") == []
 
 
+def test_thinking_and_grammars():
+    server = launch(
+        *("--default-thinking-budget", "500", "--default-thinking-grace", "30", "--tool-strict-level", "function"),
+        *("--reasoning-config.reasoning_end_str", " Enough.", "--structured-outputs-config", '{"backend": "guidance"}'),
+    ).server
+    assert (server.default_thinking_budget, server.default_thinking_grace) == (500, 30)
+    assert (server.tool_strict_level, server.reasoning_config) == ("function", {"reasoning_end_str": " Enough."})
+    assert server.structured_outputs_config == {"backend": "guidance"}
+
+
 def test_nothing_given_changes_nothing():
     assert launch().engine == Launch.from_argv(["--model", "model"]).engine
     assert launch("--max-model-len", "auto").engine.max_model_len is None
