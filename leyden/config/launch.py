@@ -30,7 +30,6 @@ class Launch:
     engine: EngineConfig
     server: ServerConfig
     speculative: dict[str, Any] | None
-    tokenizer: str | None  # folder of tokenizer and chat template; None: the model's
     log_level: str
     environment: dict[str, str]
     warnings: tuple[str, ...]
@@ -54,7 +53,6 @@ class Launch:
             engine=EngineConfig(**_fields(EngineConfig, values | {"model": model})),
             server=ServerConfig(**_fields(ServerConfig, values)),
             speculative=_speculative(given),
-            tokenizer=values.get("tokenizer"),
             log_level=log.level(values.get("log_level")),
             environment={name: _word(values[dest]) for dest, name in ENVIRONMENT.items() if _says(values.get(dest))},
             warnings=tuple(arguments.notices),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 # Device type, or a version that stands for all devices -> module that registers its kernels when imported.
-_BACKENDS = {"cpu": "leyden.ops.cpu", "training": "leyden.ops.training"}
+_BACKENDS = {"cpu": "leyden.ops.cpu", "cuda": "leyden.ops.triton", "training": "leyden.ops.training"}
 _VERSIONS = ("reference", "training")
 _loaded: set[str] = set()
 _version: str | None = None
@@ -32,15 +32,13 @@ class Op:
         self._kernels[device, format] = kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _version == "reference":
+        if _version == "reference" or (_version is None and _recorded(args)):
             return self.reference(*args, **kwargs)
         device = _version or _device(args)
         if device in _BACKENDS and device not in _loaded:
             _loaded.add(device)
             import_module(_BACKENDS[device])
         kernel = self._kernels.get((device, _format(args)), self.reference)
-        if _version is None and kernel is not self.reference and _recorded(args):
-            kernel = self.reference
         return kernel(*args, **kwargs)
 
     def __repr__(self) -> str:

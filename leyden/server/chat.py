@@ -25,12 +25,12 @@ from leyden.server.parsers import (
     ToolCallEnd,
     ToolCallStart,
     collect,
-    starts_thinking,
 )
 from leyden.server.protocol import ChatChoice, ChatCompletion, ChatRequest, Message, Usage
 from leyden.server.service import Choice, Service, Step, usage
 from leyden.server.streaming import EventStream, event, json_response, unless_disconnected
 from leyden.text.template import normalise
+from leyden.text.thinking import starts_thinking
 from leyden.types import Request
 
 _EFFORT_HINTS = ("low_effort", "medium_effort")  # what templates of this family call a request to think less
@@ -43,9 +43,12 @@ async def create(service: Service, body: ChatRequest, http: HttpRequest) -> Resp
     response_id = service.response_id("chatcmpl", body, http)
     kwargs = _template_kwargs(service, body)
     prompt = await asyncio.to_thread(_prompt, service, body, kwargs)
-    params = service.params(body, prompt, "messages")
+    thinking = service.config.reasoning_parser is not None and starts_thinking(
+        prompt, service.tokenizer, kwargs.get("enable_thinking") is not False
+    )
+    params = service.params(body, prompt, "messages", thinking)
     requests = service.requests(response_id, body, prompt, params)
-    answer = _Answer(service, body, response_id, model, requests, kwargs)
+    answer = _Answer(service, body, response_id, model, requests, kwargs, thinking)
     if body.stream:
         stream = await service.generate(body, requests)
         return EventStream(stream, answer.frames(stream), service.config.ping_interval, service.headers(body))
@@ -82,8 +85,8 @@ def _prompt(service: Service, body: ChatRequest, kwargs: dict[str, Any]) -> list
 class _Turn:
     """One choice on its way from tokens to what was said with them."""
 
-    def __init__(self, choice: Choice, parser: OutputParser, thinking: bool, end: int, call: int):
-        """`end` and `call`: ids of </think> and <tool_call>."""
+    def __init__(self, choice: Choice, parser: OutputParser, thinking: bool, end: int, call: int, named: bool = False):
+        """`end` and `call`: ids of </think> and <tool_call>. named: the client has chosen the tool."""
         self.choice = choice
         self.reasoning_tokens = 0
         self._parser = parser
@@ -91,6 +94,7 @@ class _Turn:
         self._end = end
         self._call = call
         self._before_call: int | None = None
+        self._named = named
 
     def read(self, step: Step) -> list[Event]:
         """What a step brought, in order. The last step of the choice empties the parser."""
@@ -106,7 +110,9 @@ class _Turn:
     @property
     def finish_reason(self) -> str | None:
         reason = self.choice.finish_reason
-        return None if reason is None else self._parser.finish_reason(reason)
+        if reason is None or self._named:  # OpenAI: a call that the client has chosen is just an end
+            return reason
+        return self._parser.finish_reason(reason)
 
     def _count_reasoning(self, ids: Sequence[int]) -> None:
         if not self._thinking:
@@ -130,6 +136,7 @@ class _Answer:
         model: str,
         requests: list[Request],
         kwargs: dict[str, Any],
+        thinking: bool,
     ):
         self._service = service
         self._body = body
@@ -139,9 +146,6 @@ class _Answer:
         both = ("reasoning", "reasoning_content") if config.reasoning_field == "both" else (config.reasoning_field,)
         self._reasoning_fields = both
         prompt = requests[0].prompt
-        thinking = config.reasoning_parser is not None and starts_thinking(
-            prompt, tokenizer, kwargs.get("enable_thinking") is not False
-        )
         special = [tokenizer.id_of(text) for text in SPECIAL]
         end, call = tokenizer.id_of("</think>"), tokenizer.id_of("<tool_call>")
         self._choices: dict[str, Choice] = {}
@@ -149,7 +153,7 @@ class _Answer:
         for index, request in enumerate(requests):
             choice = Choice(index, request, tokenizer, special)
             parser = OutputParser(
-                body.tools if body.tool_choice != "none" else None,
+                body.callable_tools,
                 thinking=thinking,
                 force_nonempty_content=bool(kwargs.get("force_nonempty_content")),
                 parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -158,7 +162,7 @@ class _Answer:
                 tool_parser=config.tool_call_parser,
             )
             self._choices[request.id] = choice
-            self._turns.append(_Turn(choice, parser, thinking, end, call))
+            self._turns.append(_Turn(choice, parser, thinking, end, call, named=isinstance(body.tool_choice, dict)))
         self._names = logprobs.Names(tokenizer, body.return_tokens_as_token_ids or config.return_tokens_as_token_ids)
         self._prompt_ids = prompt if body.return_token_ids else None
         self._prompt_text = tokenizer.decode(prompt) if body.return_prompt_text else None

@@ -48,3 +48,12 @@ def test_training_has_its_own_versions_and_else_the_reference() -> None:
         assert op(torch.ones(1)) == 2000
         assert other(torch.ones(1)) == 2
     assert (op(torch.ones(1)), other(torch.ones(1))) == (2, 20)
+
+
+def test_a_recorded_call_runs_the_reference() -> None:
+    op = Op(double)
+    op.register("cpu", lambda x, weight=None: 20 * x)
+    x, weight = torch.ones(1, requires_grad=True), Weight(1, 1, dtype=torch.float32)
+    assert op(x) == 2 and op(torch.ones(1), weight) == 2
+    with torch.no_grad():
+        assert op(x, weight) == 20
