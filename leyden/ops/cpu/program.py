@@ -9,6 +9,7 @@ input tensors hold then, at the price of one call. Python's part of a decode ste
 
 import ctypes
 import struct
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from leyden.ops.cpu import build
 
@@ -71,15 +72,16 @@ class Kernel:
 def run(*steps: Step, work: float = _SMALL) -> None:
     """Run the steps; with `work`, the number of their multiplications, below a limit, on this thread alone."""
     words = [step.words for step in steps]
-    if _recorder is not None:
-        _recorder.steps += words
+    if _thread.recorder is not None:
+        _thread.recorder.steps += words
     else:
         _execute(b"".join(words), torch.get_num_threads() if work >= _SMALL else 1)
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """Room for a result or for work in progress: every binding of a kernel gets its memory here."""
-    return torch.empty(shape, dtype=dtype) if _recorder is None else _recorder.arena.empty(shape, dtype)
+    recorder = _thread.recorder
+    return torch.empty(shape, dtype=dtype) if recorder is None else recorder.arena.empty(shape, dtype)
 
 
 def has_rows(x: Tensor) -> bool:
@@ -132,7 +134,14 @@ class Arena:
         return self._blocks[-1]
 
 
-class _Recorder(TorchDispatchMode):
+# What may be asked of a tensor while a program is recorded, and how it may be looked at.
+_FACTS = {"data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride", "untyped_storage", "__len__"}
+_VIEWS = {"__getitem__", "__get__", "chunk", "contiguous", "detach", "expand", "flatten", "float", "long", "narrow"}
+_VIEWS |= {"permute", "reshape", "select", "split", "squeeze", "t", "to", "transpose", "type", "unbind", "unflatten"}
+_VIEWS |= {"unsqueeze", "view", "view_as"}
+
+
+class _Recorder(TorchFunctionMode):
     """Collects steps, and refuses tensor operations that compute: they would happen now, and never again."""
 
     def __init__(self, arena: Arena):
@@ -140,17 +149,26 @@ class _Recorder(TorchDispatchMode):
         self.arena = arena
         self.steps: list[bytes] = []
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operation(*args, **(kwargs or {}))
-        results = result if isinstance(result, tuple | list) else [result]
-        memory = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
-        views = all(isinstance(t, Tensor) and t.untyped_storage().data_ptr() in memory for t in results)
-        if operation._schema.is_mutable or not views:
-            raise NotRecordable(str(operation))
-        return result
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", str(function))
+        if name in _FACTS | _VIEWS:
+            result = function(*args, **(kwargs or {}))
+            parts = result if isinstance(result, tuple | list) else [result]
+            made = {_memory(t) for t in parts if isinstance(t, Tensor)}
+            if made <= {_memory(t) for t in args if isinstance(t, Tensor)}:  # reshape or to may copy
+                return result
+        raise NotRecordable(name)
 
 
-_recorder: _Recorder | None = None
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+class _Thread(threading.local):
+    recorder: _Recorder | None = None
+
+
+_thread = _Thread()
 
 
 class Program:
@@ -161,14 +179,13 @@ class Program:
     """
 
     def __init__(self, function: Callable[[], Tensor], arena: Arena):
-        global _recorder
-        assert _recorder is None, "a program cannot be recorded while another one is"
-        _recorder = recorder = _Recorder(arena)
+        assert _thread.recorder is None, "a program cannot be recorded while another one is"
+        _thread.recorder = recorder = _Recorder(arena)
         try:
             with recorder:
                 result = function()
         finally:
-            _recorder = None
+            _thread.recorder = None
         self._arena = arena
         self._result = arena.released(result)
         self._steps = b"".join(recorder.steps)
