@@ -1,5 +1,6 @@
 """The loop: plan (host), run (device), commit (host)."""
 
+import os
 import time
 from typing import Any
 
@@ -21,6 +22,9 @@ from leyden.types import Delta, EngineStats, Plan, Request
 
 logger = log.get(__name__)
 
+# Bytes of weights from which the ops of a step are long enough for threads to share on a CPU.
+_SHARED = 64 * 2**20
+
 
 class Engine:
     """One model on one device, serving any number of requests.
@@ -38,13 +42,15 @@ class Engine:
         self.split = split
         self.scheduler = Scheduler(
             Limits(
-                slots=shape.slots - 1,
+                seqs=split.seqs,
+                snapshots=shape.slots - 1 - split.seqs,
                 pages=shape.pages - 1,
                 page=shape.page,
                 max_model_len=shape.max_model_len,
                 step_tokens=split.step_tokens,
                 row_tokens=limits.pop("row_tokens", 0),
                 policy=limits.pop("policy", "fcfs"),
+                prefix_caching=limits.pop("prefix_caching", True),
             ),
             eos_token_ids=model.config.eos_token_ids,
             quiet_eos=model.config.tokenizer_eos_id,
@@ -68,6 +74,12 @@ class Engine:
             checkpoint.dummy(model, config.seed)
         else:
             checkpoint.load(model, folder)
+        if (
+            device.type == "cpu"
+            and sum(p.nbytes for p in model.parameters()) < _SHARED
+            and not os.getenv("OMP_NUM_THREADS")
+        ):
+            torch.set_num_threads(1)
         split = divide(config, architecture, dtype, device)
         engine = cls(
             model.eval().requires_grad_(False),
@@ -76,6 +88,7 @@ class Engine:
             max_logprobs=config.max_logprobs,
             row_tokens=config.long_prefill_token_threshold,
             policy=config.scheduling_policy,
+            prefix_caching=config.enable_prefix_caching is not False,
             seed=config.seed,
         )
         logger.info("engine ready in %.1f s: %s", time.monotonic() - started, split)
@@ -92,7 +105,7 @@ class Engine:
             "weight_bytes": weights,
             "memory": str(self.split),
             "max_model_len": self.max_model_len,
-            "max_num_seqs": self.split.shape.slots - 1,
+            "max_num_seqs": self.split.seqs,
             "max_num_batched_tokens": self.split.step_tokens,
             "cache_tokens": self.split.cache_tokens,
             "max_logprobs": self.max_logprobs,
@@ -153,8 +166,8 @@ class Engine:
             raise RequestError("the prompt must hold at least one token", "prompt")
         if length >= self.max_model_len:
             raise RequestError(
-                f"This model's maximum context length is {self.max_model_len} tokens, but the prompt alone has {length} "
-                f"tokens and at least 1 is to be generated. Please reduce the length of the prompt.",
+                f"This model's maximum context length is {self.max_model_len} tokens, but the prompt alone has "
+                f"{length} tokens and at least 1 is to be generated. Please reduce the length of the prompt.",
                 "prompt",
             )
         vocab = self.config.vocab_size

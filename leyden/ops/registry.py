@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-_BACKENDS = {"cuda": "leyden.ops.triton"}  # device type -> module that registers its kernels when imported
+_BACKENDS: dict[str, str] = {}  # device type -> module that registers its kernels when imported
 _loaded: set[str] = set()
 _reference_only = False
 
