@@ -6,36 +6,43 @@
     save      network -> folder, in the layout of the releases (transformers reads it)
     dummy     random values by recipe, for measurements without weights
 
-Names are the same on both sides, but for three things. Files may write the prefix `backbone.` as `model.` (and put
+Names are the same on both sides, but for these. Files may write the prefix `backbone.` as `model.` (and put
 `language_model.` before everything); files hold every expert by itself, `experts.7.up_proj.weight`, or, as transformers
 has them in memory, stacked under `experts.up_proj`; the network always stacks them, as `experts.up_proj.weight`.
+compressed-tensors has names of its own for NVFP4, and divides by the scale of the matrix.
 
 Names and shapes are strict: whatever is missing, unexpected or of another shape is listed, before any weight is read.
-Dtypes are not: BF16, F16 and F32 are converted to the parameter's own. Refused so far: quantised checkpoints.
+Dtypes are not: BF16, F16 and F32 are converted to the parameter's own. Matrices stay in the format in which the files
+hold them, each its own; what config.json says about that is compared.
 """
 
 import re
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
 from json import dumps
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from leyden.config.folder import read_json, resolve
 from leyden.config.model import ModelConfig
 from leyden.errors import CheckpointError
+from leyden.formats import Dense, Weight
+from leyden.formats.nvfp4 import NVFP4
+from leyden.formats.scheme import Scheme, describe, held_as
 from leyden.log import get
+from leyden.model.attention import Attention
 from leyden.model.nemotron import Nemotron
 
 __all__ = ["build", "dummy", "load", "resolve", "save"]
@@ -43,12 +50,26 @@ __all__ = ["build", "dummy", "load", "resolve", "save"]
 log = get(__name__)
 
 _INDEX = "model.safetensors.index.json"
-_FLOATS = {"BF16": 2, "F16": 2, "F32": 4}  # dtypes of plain tensors, as safetensors calls them -> bytes
+_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_DTYPES = _FLOATS | {  # as safetensors calls them -> as they are kept
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+    "F8_E8M0": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 _READERS = 8  # threads; one cannot keep a fast disk or a page cache busy
 _CHUNK = 1 << 22  # random values made at a time
 
-# tensors of real files that a network of plain weights has no use for
-_UNUSED = re.compile(r"\.(input_scale|k_scale|v_scale|kv_scale|inv_freq)$")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_CACHE_SCALE = re.compile(r"(?P<mixer>.*\.mixer)\.(k_proj\.|v_proj\.|attn\.)?(?P<which>k|v|kv)_scale")
+# tensors of real files that have no place here: scales of activations where the format keeps none, rotary tables
+_UNUSED = re.compile(r"\.(input_scale|inv_freq)$")
+_PACKED_NVFP4 = {  # compressed-tensors -> ModelOpt; the global scales are the reciprocals
+    "weight_packed": "weight",
+    "weight_global_scale": "weight_scale_2",
+    "input_global_scale": "input_scale",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,55 +80,93 @@ class Stored:
     name: str  # as the file has it
     shape: tuple[int, ...]
     dtype: str
+    change: Callable[[Tensor], Tensor] | None = None  # what is done to it before it is used
 
     @property
     def bytes(self) -> int:
-        return prod(self.shape) * _FLOATS[self.dtype]
+        return prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+    def read(self, file: Any) -> Tensor:
+        """The tensor, from its opened file."""
+        tensor: Tensor = file.get_tensor(self.name)
+        return self.change(tensor) if self.change else tensor
 
 
 def build(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", mtp: bool = False) -> Nemotron:
-    """The network on `device`, its parameters allocated but not filled: load or dummy does that."""
-    return Nemotron(config, dtype, device, mtp)
+    """The network on `device`, its parameters allocated but not filled: load or dummy does that.
+
+    Matrices have the formats that config.quantization names; load changes what the files hold otherwise.
+    """
+    model = Nemotron(config, dtype, "meta", mtp)
+    scheme = Scheme(config.quantization)
+    for name, weight in _matrices(model):
+        if (format := scheme.format_of(_each(name, weight)[0])) != Dense():
+            weight.allot(format, torch.device("meta"))
+    return model.to_empty(device=device)
 
 
 def load(model: Nemotron, folder: Path, device: torch.device | str = "cpu", progress: bool = True) -> None:
     """Fill every parameter of `model` from the files of `folder`; `device` is where a model built on meta goes.
 
     Shards are read side by side, each tensor straight into its parameter. With `progress`, a bar of bytes on stderr.
-    Raises CheckpointError that lists what is missing, unexpected, of another shape or of a dtype that is no float.
+    Raises CheckpointError that lists what is missing, unexpected, of another shape or of a dtype that does not fit.
     """
     started = time.monotonic()
     plan = _match(model, folder)
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
     targets = _addresses(model)
-    shards = [list(group) for _, group in groupby(plan, key=lambda stored: stored.file)]
-    total = sum(stored.bytes for stored in plan)
+    shards = [list(group) for _, group in groupby(plan, key=lambda entry: entry[1].file)]
+    total = sum(stored.bytes for _, stored in plan)
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar,
         ThreadPoolExecutor(_READERS) as readers,
     ):
 
-        def read(shard: list[Stored]) -> None:
-            with safe_open(shard[0].file, framework="pt") as file:
-                for stored in shard:
-                    targets[_canonical(stored.name)].copy_(file.get_tensor(stored.name))
+        def read(shard: list[tuple[str, Stored]]) -> None:
+            with _opened(shard[0][1].file) as file:
+                for name, stored in shard:
+                    target = targets[name]
+                    target.copy_(stored.read(file).reshape(target.shape))
                     bar.update(stored.bytes)
 
         list(readers.map(read, shards))
     log.info("loaded %.2f GiB of weights in %.1f s", total / 2**30, time.monotonic() - started)
+    _compare(model, folder)
+
+
+def adopt(network: nn.Module, files: Mapping[str, Stored]) -> None:
+    """Give every matrix of `network` the format in which `files` hold it; they go by the names of the parameters."""
+    weights = dict(_matrices(network))
+    held: dict[str, dict[str, dict[str, Stored]]] = defaultdict(lambda: defaultdict(dict))
+    for name, stored in files.items():
+        matrix, _, leaf = name.rpartition(".")
+        owner = _EXPERT.sub(".experts.", matrix)
+        if owner in weights:
+            held[owner][matrix][leaf] = stored
+    for owner, matrices in held.items():
+        weight = weights[owner]
+        one, *others = matrices.values()
+        shared = {leaf: stored for leaf, stored in one.items() if all(leaf in other for other in others)}
+        format = held_as(shared, weight.shape)
+        if format != weight.format:
+            weight.allot(format, next(weight.parameters()).device)
 
 
 def save(model: Nemotron, folder: Path, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write config.json and the weights as the releases have them: `backbone.`, every expert by itself, shards.
 
     Parameters are written as they are in memory, so loading them again gives the same bits; A_log, D, dt_bias and the
-    router are F32 there. Weights of an earlier save in `folder` are removed; other files stay.
+    router are F32 there. Weights of an earlier save in `folder` are removed; other files stay. ConfigError if a
+    matrix is in a format that such files do not have.
     """
+    scales = dict(_cache_scales(model))
+    matrices = {matrix: weight.format for name, weight in _matrices(model) for matrix in _each(name, weight)}
+    quantization = describe(matrices, fp8_cache=bool(scales) or Scheme(model.config.quantization).fp8_cache)
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
     room = max_shard_bytes
-    tensors = dict(_tensors(model))
+    tensors = dict(_tensors(model)) | scales
     if model.config.tie_word_embeddings:  # transformers does not tie the embeddings of this family: it wants both
         tensors["lm_head.weight"] = tensors["backbone.embeddings.weight"].clone()
     for name, tensor in tensors.items():
@@ -130,7 +189,7 @@ def save(model: Nemotron, folder: Path, max_shard_bytes: int = 5 * 10**9) -> Non
         write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     dtype = str(model.backbone.embeddings.dtype).removeprefix("torch.")
     steps = int(model.mtp is not None)
-    config = replace(model.config, dtype=dtype, num_nextn_predict_layers=steps, quantization=None)
+    config = replace(model.config, dtype=dtype, num_nextn_predict_layers=steps, quantization=quantization)
     write_json(folder / "config.json", config.to_dict())
 
 
@@ -141,11 +200,21 @@ def dummy(model: Nemotron, seed: int = 0) -> None:
     Embeddings U(-1.73, 1.73); projections back into the residual stream U(-0.0035, 0.0035); other matrices and the
     convolution U(-0.035, 0.035); A U(-16, -1); dt_bias U(-6, -2); norms and D 1; router bias 0. A token's own embedding
     so dominates its residual stream, and benchmarks of random weights load the experts as a trained model does.
+    NVFP4: random codes, block scales U(0.25, 1), scale of the matrix 0.01, and 0.001 for those back into the stream.
+    Other formats hold the rounded values.
 
     Every tensor has a seed of its own, from `seed` and its name. The same device gives the same values, in any dtype.
     """
+    quantised = {name: weight for name, weight in _matrices(model) if weight.format != Dense()}
+    for name, weight in quantised.items():
+        first = next(weight.parameters())
+        _dummy_quantised(
+            weight, _bound(name), torch.Generator(first.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        )
     for name, parameter in model.named_parameters():
         module, _, leaf = name.rpartition(".")
+        if module in quantised:
+            continue
         random = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         if leaf == "A_log":
             _uniform(parameter, 1, 16, random)
@@ -157,15 +226,45 @@ def dummy(model: Nemotron, seed: int = 0) -> None:
         elif leaf == "e_score_correction_bias":
             parameter.zero_()
         else:
-            outward = module.endswith(("out_proj", "o_proj", "down_proj"))
-            bound = 1.73 if module.endswith("embeddings") else 0.0035 if outward else 0.035
-            _uniform(parameter, -bound, bound, random)
+            _uniform(parameter, -_bound(module), _bound(module), random)
+
+
+def _bound(module: str) -> float:
+    outward = module.endswith(("out_proj", "o_proj", "down_proj"))
+    return 1.73 if module.endswith("embeddings") else 0.0035 if outward else 0.035
+
+
+def _dummy_quantised(weight: Weight, bound: float, random: torch.Generator) -> None:
+    tensors = dict(weight.named_parameters())
+    if isinstance(weight.format, NVFP4):
+        tensors["weight"].random_(0, 256, generator=random)
+        _uniform(tensors["weight_scale"], 0.25, 1, random)
+        tensors["weight_scale_2"].fill_(bound / 3.5)
+        if "input_scale" in tensors:
+            tensors["input_scale"].fill_(1)
+        return
+    matrices = weight.shape[0] if len(weight.shape) == 3 else 1
+    for i in range(matrices):
+        values = torch.empty(weight.shape[-2:], device=random.device).uniform_(-bound, bound, generator=random)
+        for name, tensor in weight.format.quantize(values).items():
+            (tensors[name][i] if len(weight.shape) == 3 else tensors[name]).copy_(tensor)
 
 
 def _uniform(tensor: Tensor, low: float, high: float, random: torch.Generator) -> None:
     for part in tensor.view(-1).split(_CHUNK):
         values = torch.empty(part.shape, dtype=torch.float32, device=part.device)
         part.copy_(values.uniform_(low, high, generator=random))
+
+
+def _matrices(network: nn.Module) -> Iterator[tuple[str, Weight]]:
+    return ((name, module) for name, module in network.named_modules() if isinstance(module, Weight))
+
+
+def _each(name: str, weight: Weight) -> list[str]:
+    """The names in files of a matrix, or of those of a stack."""
+    if len(weight.shape) == 2:
+        return [name]
+    return [name.replace(".experts.", f".experts.{i}.") for i in range(weight.shape[0])]
 
 
 def _tensors(model: Nemotron) -> Iterator[tuple[str, Tensor]]:
@@ -184,54 +283,106 @@ def _addresses(model: Nemotron) -> dict[str, Tensor]:
     return whole | dict(_tensors(model))
 
 
-def _canonical(name: str) -> str:
-    """A file's name for a tensor as it is used here."""
-    name = name.removeprefix("language_model.")
-    if name.startswith("model."):
-        name = "backbone." + name.removeprefix("model.")
-    return name + ".weight" if name.endswith((".experts.up_proj", ".experts.down_proj")) else name
+def _cache_scales(model: Nemotron) -> Iterator[tuple[str, Tensor]]:
+    """Those of an fp8 cache, if the checkpoint had any."""
+    for name, module in model.named_modules():
+        if isinstance(module, Attention) and (module.k_scale, module.v_scale) != (1.0, 1.0):
+            yield f"{name}.k_proj.k_scale", torch.tensor([module.k_scale])
+            yield f"{name}.v_proj.v_scale", torch.tensor([module.v_scale])
 
 
-def _match(model: Nemotron, folder: Path) -> list[Stored]:
-    """The tensors of `folder` that fill `model`, file by file, after checking that they fit it exactly."""
-    addresses = _addresses(model)
-    fit: dict[str, Stored] = {}
-    heads: list[Stored] = []
-    problems: dict[str, list[str]] = defaultdict(list)
+def _named(folder: Path) -> Iterator[tuple[str, Stored]]:
+    """The tensors of `folder` under the names they have here."""
     for stored in stored_tensors(folder):
-        name = _canonical(stored.name)
-        if name not in addresses:
-            if name == "lm_head.weight":  # tied
-                heads.append(stored)
-            elif not (_UNUSED.search(name) or (name.startswith("mtp.") and model.mtp is None)):
-                problems["unexpected"].append(stored.name)
+        name = stored.name.removeprefix("language_model.")
+        if name.startswith("model."):
+            name = "backbone." + name.removeprefix("model.")
+        if name.endswith((".experts.up_proj", ".experts.down_proj")):
+            name += ".weight"
+        matrix, _, leaf = name.rpartition(".")
+        if leaf in _PACKED_NVFP4 and stored.dtype != "I32":
+            name = f"{matrix}.{_PACKED_NVFP4[leaf]}"
+            stored = replace(stored, change=torch.reciprocal if leaf.endswith("global_scale") else None)
+        elif stored.dtype == "F8_E8M0":
+            stored = replace(stored, change=_bytes_of)
+        yield name, stored
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _match(model: Nemotron, folder: Path) -> list[tuple[str, Stored]]:
+    """(name here, tensor of `folder`) of all that fill `model`, file by file, after checking that they fit it exactly.
+
+    The matrices get the formats of the files, and attention layers their scales of the cache.
+    """
+    problems: dict[str, list[str]] = defaultdict(list)
+    files: dict[str, Stored] = {}
+    for name, stored in _named(folder):
+        if name.startswith("mtp.") and model.mtp is None:
             continue
-        if name in fit:
-            problems["twice"].append(f"{stored.name} in {fit[name].file.name} and {stored.file.name}")
-        fit[name] = stored
-        shape = tuple(addresses[name].shape)
-        if stored.shape != shape:
-            problems["wrong shape"].append(f"{stored.name} {list(stored.shape)}, expected {list(shape)}")
-        if stored.dtype not in _FLOATS:
-            problems["wrong dtype"].append(f"{stored.name} {stored.dtype}, expected {', '.join(_FLOATS)}")
-    stacked = re.compile(r"\.experts\.\d+\.")
-    problems["missing"] = [n for n, _ in _tensors(model) if n not in fit and stacked.sub(".experts.", n) not in fit]
+        if name in files:
+            problems["twice"].append(f"{stored.name} in {files[name].file.name} and {stored.file.name}")
+        files[name] = stored
+    adopt(model, files)
+    addresses = _addresses(model)
+    attention = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
+    plan: dict[str, Stored] = {}
+    for name, stored in files.items():
+        if (target := addresses.get(name)) is not None:
+            plan[name] = stored
+            if _trimmed(name, stored.shape) != _trimmed(name, target.shape):
+                problems["wrong shape"].append(f"{stored.name} {list(stored.shape)}, expected {list(target.shape)}")
+            accepted = list(_FLOATS) if target.dtype in _FLOATS.values() else _spellings(target.dtype)
+            if stored.dtype not in accepted:
+                problems["wrong dtype"].append(f"{stored.name} {stored.dtype}, expected {', '.join(accepted)}")
+        elif (scale := _CACHE_SCALE.fullmatch(name)) and scale["mixer"] in attention:
+            for which in scale["which"]:
+                setattr(attention[scale["mixer"]], f"{which}_scale", float(_read(stored)))
+        elif not (_UNUSED.search(name) or (name == "lm_head.weight" and model.config.tie_word_embeddings)):
+            problems["unexpected"].append(stored.name)
+    problems["missing"] = [n for n, _ in _tensors(model) if not {n, _EXPERT.sub(".experts.", n)} & plan.keys()]
     if any(problems.values()):
         lines = [f"  {kind} ({len(names)}): {some(names)}" for kind, names in problems.items() if names]
         raise CheckpointError("\n".join([f"{folder}: the weights do not fit config.json", *lines]))
-    for head in heads:
-        if not torch.equal(_read(head), _read(fit["backbone.embeddings.weight"])):
-            raise CheckpointError(
-                f"{folder}: tie_word_embeddings is true, but {head.name} is not equal to the embeddings; set it false"
-                " in config.json to use both, or remove the tensor"
-            )
-    return list(fit.values())
+    head = files.get("lm_head.weight") if model.config.tie_word_embeddings else None
+    if head and not torch.equal(_read(head), _read(plan["backbone.embeddings.weight"])):
+        raise CheckpointError(
+            f"{folder}: tie_word_embeddings is true, but {head.name} is not equal to the embeddings; set it false"
+            " in config.json to use both, or remove the tensor"
+        )
+    return list(plan.items())
+
+
+def _spellings(dtype: torch.dtype) -> list[str]:
+    return [name for name, kept in _DTYPES.items() if kept == dtype]
+
+
+def _trimmed(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape as it is compared: scales may be [] or [1], [N] or [N, 1], and have ones between their dimensions."""
+    return tuple(size for size in shape if size != 1) if name.endswith(("scale", "scale_2")) else tuple(shape)
+
+
+def _compare(model: Nemotron, folder: Path) -> None:
+    """Say where the files differ from what config.json says of their formats; the files count."""
+    scheme = Scheme(model.config.quantization)
+    odd = [
+        f"{name} is {weight.format.name}, not {promised}"
+        for name, weight in _matrices(model)
+        if (promised := scheme.format_of(_each(name, weight)[0]).name) != weight.format.name
+    ]
+    if odd:
+        log.warning("%s: %d matrices are not stored as config.json says: %s", folder, len(odd), some(odd, 3))
 
 
 def _read(stored: Stored) -> Tensor:
-    with safe_open(stored.file, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(stored.name)
-    return tensor
+    with _opened(stored.file) as file:
+        return stored.read(file)
+
+
+def _opened(file: Path) -> Any:
+    return safe_open(file, framework="pt")
 
 
 def stored_tensors(folder: Path) -> list[Stored]:
@@ -256,23 +407,7 @@ def stored_tensors(folder: Path) -> list[Stored]:
             ) from None
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: damaged, or no safetensors file ({error}); fetch it again") from error
-    _refuse_quantised(folder, found)
     return found
-
-
-def _refuse_quantised(folder: Path, found: Iterable[Stored]) -> None:
-    dtypes = {stored.name: stored.dtype for stored in found}
-    for name, dtype in dtypes.items():
-        match name.rpartition(".")[2], dtype:
-            case "weight_packed", _:
-                kind = "compressed-tensors"
-            case "weight", "U8":
-                kind = "NVFP4"
-            case "weight", "F8_E4M3":
-                kind = "MXFP8" if dtypes.get(f"{name}_scale") == "U8" else "FP8"
-            case _:
-                continue
-        raise CheckpointError(f"{folder}: quantised checkpoints of kind {kind} are not supported yet (found {name})")
 
 
 def some(names: list[str], limit: int = 10) -> str:
