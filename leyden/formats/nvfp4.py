@@ -38,8 +38,8 @@ def to_e2m1(x: Tensor) -> Tensor:
 
 
 def from_e2m1(codes: Tensor) -> Tensor:
-    """Codes 0 to 15 -> fp32."""
-    return torch.tensor(_VALUES + tuple(-value for value in _VALUES), device=codes.device)[codes.int()]
+    """Codes 0 to 15 -> fp32; code 8 is a zero like code 0."""
+    return torch.tensor(_VALUES + tuple(0.0 - value for value in _VALUES), device=codes.device)[codes.int()]
 
 
 def pack(codes: Tensor) -> Tensor:
