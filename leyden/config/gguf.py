@@ -57,6 +57,7 @@ KINDS = {
     "NVFP4": Kind(40, 64, 36),
 }
 FLOATS = ("F32", "F16", "BF16")
+BLOCKS = tuple(kind for kind in KINDS if kind not in (*FLOATS, "NVFP4"))  # kept as they are
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "NVFP4": 39}  # general.file_type
 _BY_ID = {kind.id: name for name, kind in KINDS.items()}
 
@@ -67,6 +68,7 @@ class Tensor:
 
     shape: tuple[int, ...]
     kind: str
+    file: Path
     offset: int  # in the file
 
     @property
@@ -132,7 +134,7 @@ class _Reader:
             raise CheckpointError(f"{self.path}: {name} is stored as type {id}; read are {', '.join(KINDS)}")
         if shape[-1] % KINDS[kind].size:
             raise CheckpointError(f"{self.path}: {name} has rows of {shape[-1]}, which {kind} cannot hold")
-        found = Tensor(shape, kind, offset)
+        found = Tensor(shape, kind, self.path, offset)
         if offset + found.bytes > len(self.content):
             raise CheckpointError(
                 f"{self.path}: {name} ends at {offset + found.bytes}, the file at {len(self.content)}"

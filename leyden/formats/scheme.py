@@ -4,8 +4,8 @@
     held_as    what the tensors of one matrix say themselves: they decide, the promise is compared
     describe   formats -> quantization_config
 
-Read are ModelOpt's two spellings, compressed-tensors' groups, and nothing else: other methods (AWQ, GPTQ,
-bitsandbytes ...) and other widths are refused by name.
+Read are ModelOpt's two spellings, compressed-tensors' groups, and what leyden.config.gguf makes of a GGUF file; other
+methods (AWQ, GPTQ, bitsandbytes ...) and other widths are refused by name.
 """
 
 import re
@@ -16,9 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
+from leyden.config.gguf import BLOCKS
 from leyden.errors import ConfigError
 from leyden.formats import Dense, Format
 from leyden.formats.fp8 import FP8, MXFP8, FP8Block, FP8Channel
+from leyden.formats.gguf import Blocks
 from leyden.formats.int4 import Int4
 from leyden.formats.nvfp4 import NVFP4
 
@@ -35,7 +37,7 @@ _SCALES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class Stored(Protocol):
-    """What a file's header says about one tensor; `dtype` as safetensors spells it."""
+    """What a file's header says about one tensor; `dtype` as safetensors spells it, or GGUF if it has blocks."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -63,6 +65,9 @@ class Scheme:
             self._modelopt(config.get("quantization", config))
         elif method == "compressed-tensors":
             self._compressed_tensors(config)
+        elif method == "gguf":
+            kinds = config.get("kinds") or {}
+            self._exact = {name: NVFP4() if kind == "NVFP4" else Blocks(kind) for name, kind in kinds.items()}
         else:
             raise _refusal("quant_method", method, "modelopt or compressed-tensors")
 
@@ -111,6 +116,8 @@ def held_as(tensors: Mapping[str, Stored], shape: tuple[int, ...]) -> Format:
         )
     if weight is None:
         return Dense()
+    if weight.dtype in BLOCKS:
+        return Blocks(weight.dtype)
     if weight.dtype == "U8":
         return NVFP4(inputs)
     if weight.dtype == "F8_E4M3":

@@ -6,10 +6,8 @@
     save      network -> folder, in the layout of the releases (transformers reads it)
     dummy     random values by recipe, for measurements without weights
 
-Names are the same on both sides, but for these. Files may write the prefix `backbone.` as `model.` (and put
-`language_model.` before everything); files hold every expert by itself, `experts.7.up_proj.weight`, or, as transformers
-has them in memory, stacked under `experts.up_proj`; the network always stacks them, as `experts.up_proj.weight`.
-compressed-tensors has names of its own for NVFP4, and divides by the scale of the matrix.
+Names are the same on both sides, as far as leyden.model.stored has not seen to it, but for the experts: files hold
+every one by itself, `experts.7.up_proj.weight`, or stacked, and the network stacks them.
 
 Names and shapes are strict: whatever is missing, unexpected or of another shape is listed, before any weight is read.
 Dtypes are not: BF16, F16 and F32 are converted to the parameter's own. Matrices stay in the format in which the files
@@ -20,22 +18,19 @@ import re
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from json import dumps
-from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from leyden.config.folder import read_json, resolve
+from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
 from leyden.errors import CheckpointError
 from leyden.formats import Dense, Weight
@@ -44,20 +39,12 @@ from leyden.formats.scheme import Scheme, describe, held_as
 from leyden.log import get
 from leyden.model.attention import Attention
 from leyden.model.nemotron import Nemotron
+from leyden.model.stored import DTYPES, FLOATS, INDEX, Stored, named, opened, read, stored_tensors
 
-__all__ = ["build", "dummy", "load", "resolve", "save"]
+__all__ = ["Stored", "adopt", "build", "dummy", "load", "resolve", "save", "stored_tensors"]
 
 log = get(__name__)
 
-_INDEX = "model.safetensors.index.json"
-_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_DTYPES = _FLOATS | {  # as safetensors calls them -> as they are kept
-    "F8_E4M3": torch.float8_e4m3fn,
-    "U8": torch.uint8,
-    "F8_E8M0": torch.uint8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
 _READERS = 8  # threads; one cannot keep a fast disk or a page cache busy
 _CHUNK = 1 << 22  # random values made at a time
 
@@ -65,31 +52,6 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 _CACHE_SCALE = re.compile(r"(?P<mixer>.*\.mixer)\.(k_proj\.|v_proj\.|attn\.)?(?P<which>k|v|kv)_scale")
 # tensors of real files that have no place here: scales of activations where the format keeps none, rotary tables
 _UNUSED = re.compile(r"\.(input_scale|inv_freq)$")
-_PACKED_NVFP4 = {  # compressed-tensors -> ModelOpt; the global scales are the reciprocals
-    "weight_packed": "weight",
-    "weight_global_scale": "weight_scale_2",
-    "input_global_scale": "input_scale",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One tensor of a checkpoint's files."""
-
-    file: Path
-    name: str  # as the file has it
-    shape: tuple[int, ...]
-    dtype: str
-    change: Callable[[Tensor], Tensor] | None = None  # what is done to it before it is used
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * _DTYPES[self.dtype].itemsize
-
-    def read(self, file: Any) -> Tensor:
-        """The tensor, from its opened file."""
-        tensor: Tensor = file.get_tensor(self.name)
-        return self.change(tensor) if self.change else tensor
 
 
 def build(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", mtp: bool = False) -> Nemotron:
@@ -123,14 +85,14 @@ def load(model: Nemotron, folder: Path, device: torch.device | str = "cpu", prog
         ThreadPoolExecutor(_READERS) as readers,
     ):
 
-        def read(shard: list[tuple[str, Stored]]) -> None:
-            with _opened(shard[0][1].file) as file:
+        def fill(shard: list[tuple[str, Stored]]) -> None:
+            with opened(shard[0][1].file) as file:
                 for name, stored in shard:
                     target = targets[name]
                     target.copy_(stored.read(file).reshape(target.shape))
                     bar.update(stored.bytes)
 
-        list(readers.map(read, shards))
+        list(readers.map(fill, shards))
     log.info("loaded %.2f GiB of weights in %.1f s", total / 2**30, time.monotonic() - started)
     _compare(model, folder)
 
@@ -179,14 +141,14 @@ def save(model: Nemotron, folder: Path, max_shard_bytes: int = 5 * 10**9) -> Non
     count = len(shards)
     files = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     files = files if count > 1 else ["model.safetensors"]
-    for stale in {*folder.glob("model*.safetensors"), folder / _INDEX}:
+    for stale in {*folder.glob("model*.safetensors"), folder / INDEX}:
         stale.unlink(missing_ok=True)
     for file, shard in zip(files, shards, strict=True):
         save_file({name: tensor.cpu() for name, tensor in shard.items()}, folder / file, metadata={"format": "pt"})
     if count > 1:
         size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
         weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     dtype = str(model.backbone.embeddings.dtype).removeprefix("torch.")
     steps = int(model.mtp is not None)
     config = replace(model.config, dtype=dtype, num_nextn_predict_layers=steps, quantization=quantization)
@@ -291,27 +253,6 @@ def _cache_scales(model: Nemotron) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.v_proj.v_scale", torch.tensor([module.v_scale])
 
 
-def _named(folder: Path) -> Iterator[tuple[str, Stored]]:
-    """The tensors of `folder` under the names they have here."""
-    for stored in stored_tensors(folder):
-        name = stored.name.removeprefix("language_model.")
-        if name.startswith("model."):
-            name = "backbone." + name.removeprefix("model.")
-        if name.endswith((".experts.up_proj", ".experts.down_proj")):
-            name += ".weight"
-        matrix, _, leaf = name.rpartition(".")
-        if leaf in _PACKED_NVFP4 and stored.dtype != "I32":
-            name = f"{matrix}.{_PACKED_NVFP4[leaf]}"
-            stored = replace(stored, change=torch.reciprocal if leaf.endswith("global_scale") else None)
-        elif stored.dtype == "F8_E8M0":
-            stored = replace(stored, change=_bytes_of)
-        yield name, stored
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
-
-
 def _match(model: Nemotron, folder: Path) -> list[tuple[str, Stored]]:
     """(name here, tensor of `folder`) of all that fill `model`, file by file, after checking that they fit it exactly.
 
@@ -319,7 +260,7 @@ def _match(model: Nemotron, folder: Path) -> list[tuple[str, Stored]]:
     """
     problems: dict[str, list[str]] = defaultdict(list)
     files: dict[str, Stored] = {}
-    for name, stored in _named(folder):
+    for name, stored in named(folder):
         if name.startswith("mtp.") and model.mtp is None:
             continue
         if name in files:
@@ -334,12 +275,13 @@ def _match(model: Nemotron, folder: Path) -> list[tuple[str, Stored]]:
             plan[name] = stored
             if _trimmed(name, stored.shape) != _trimmed(name, target.shape):
                 problems["wrong shape"].append(f"{stored.name} {list(stored.shape)}, expected {list(target.shape)}")
-            accepted = list(_FLOATS) if target.dtype in _FLOATS.values() else _spellings(target.dtype)
-            if stored.dtype not in accepted:
-                problems["wrong dtype"].append(f"{stored.name} {stored.dtype}, expected {', '.join(accepted)}")
+            floats = target.dtype in FLOATS.values()
+            if DTYPES.get(stored.dtype) not in (FLOATS.values() if floats else [target.dtype]):
+                accepted = ", ".join(FLOATS) if floats else next(d for d in DTYPES if DTYPES[d] == target.dtype)
+                problems["wrong dtype"].append(f"{stored.name} {stored.dtype}, expected {accepted}")
         elif (scale := _CACHE_SCALE.fullmatch(name)) and scale["mixer"] in attention:
             for which in scale["which"]:
-                setattr(attention[scale["mixer"]], f"{which}_scale", float(_read(stored)))
+                setattr(attention[scale["mixer"]], f"{which}_scale", float(read(stored)))
         elif not (_UNUSED.search(name) or (name == "lm_head.weight" and model.config.tie_word_embeddings)):
             problems["unexpected"].append(stored.name)
     problems["missing"] = [n for n, _ in _tensors(model) if not {n, _EXPERT.sub(".experts.", n)} & plan.keys()]
@@ -347,16 +289,12 @@ def _match(model: Nemotron, folder: Path) -> list[tuple[str, Stored]]:
         lines = [f"  {kind} ({len(names)}): {some(names)}" for kind, names in problems.items() if names]
         raise CheckpointError("\n".join([f"{folder}: the weights do not fit config.json", *lines]))
     head = files.get("lm_head.weight") if model.config.tie_word_embeddings else None
-    if head and not torch.equal(_read(head), _read(plan["backbone.embeddings.weight"])):
+    if head and not torch.equal(read(head), read(plan["backbone.embeddings.weight"])):
         raise CheckpointError(
             f"{folder}: tie_word_embeddings is true, but {head.name} is not equal to the embeddings; set it false"
             " in config.json to use both, or remove the tensor"
         )
     return list(plan.items())
-
-
-def _spellings(dtype: torch.dtype) -> list[str]:
-    return [name for name, kept in _DTYPES.items() if kept == dtype]
 
 
 def _trimmed(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -374,40 +312,6 @@ def _compare(model: Nemotron, folder: Path) -> None:
     ]
     if odd:
         log.warning("%s: %d matrices are not stored as config.json says: %s", folder, len(odd), some(odd, 3))
-
-
-def _read(stored: Stored) -> Tensor:
-    with _opened(stored.file) as file:
-        return stored.read(file)
-
-
-def _opened(file: Path) -> Any:
-    return safe_open(file, framework="pt")
-
-
-def stored_tensors(folder: Path) -> list[Stored]:
-    """What the headers of the files of `folder` say, file by file; no weight is read."""
-    index = folder / _INDEX
-    if index.exists():
-        files = sorted({folder / str(file) for file in read_json(index).get("weight_map", {}).values()})
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder}: no {_INDEX} and no *.safetensors files; other weight formats are not read")
-    found = []
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as header:
-                for name in header.keys():  # noqa: SIM118 (not a dict)
-                    tensor = header.get_slice(name)
-                    found.append(Stored(file, name, tuple(tensor.get_shape()), tensor.get_dtype()))
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{file}: no such file, but {_INDEX} names it; the download is not complete"
-            ) from None
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: damaged, or no safetensors file ({error}); fetch it again") from error
-    return found
 
 
 def some(names: list[str], limit: int = 10) -> str:

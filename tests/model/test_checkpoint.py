@@ -253,7 +253,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         loaded(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no model.safetensors.index.json and no .*safetensors files"):
+    with pytest.raises(CheckpointError, match="no model.safetensors.index.json, no .*safetensors and no .*gguf files"):
         loaded(tmp_path)
 
 
