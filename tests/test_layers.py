@@ -30,7 +30,18 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 GROUND = len(LAYERS) - 1  # the modules of the last group may import each other: none of them imports anything else
 
 OPS_ONLY = {"triton", "ctypes"}
-WITHOUT_TORCH = ["cli", "config", "errors", "log", "types", "text", "synthetic", "server", "engine.scheduler", "cache.prefix"]
+WITHOUT_TORCH = [
+    "cli",
+    "config",
+    "errors",
+    "log",
+    "types",
+    "text",
+    "synthetic",
+    "server",
+    "engine.scheduler",
+    "cache.prefix",
+]
 WITHOUT_TORCH_EXCEPT = {"leyden.server.process"}
 WITHOUT_OPTIONAL = ["engine", "spec", "model", "cache", "formats", "llm", "bench"]
 

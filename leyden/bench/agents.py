@@ -15,10 +15,10 @@ from leyden.text.template import ChatTemplate, normalise
 from leyden.text.tokenizer import Tokenizer
 from leyden.types import Plan, Request, Sampled, SamplingParams
 
-WORDS = (
-    "open close read write list find move copy file folder line path test build run log user order price city route "
-    "train hotel date time value error result table column query index cache token state page model server client"
-).split()
+WORDS = """
+open close read write list find move copy file folder line path test build run log user order price city route
+train hotel date time value error result table column query index cache token state page model server client
+""".split()  # noqa: SIM905, a list of fifty strings is harder to read
 
 
 @dataclass(frozen=True, kw_only=True)

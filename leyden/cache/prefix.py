@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-
 # Uses to come of a snapshot that was used never, once, twice, ...: see PrefixCache._value.
 _USES = (1.0, 0.2)
 

@@ -16,6 +16,7 @@ from leyden.errors import ConfigError, LeydenError
 COMMANDS = {
     "serve": ("leyden.cli.serve", "serve a model over HTTP"),
     "chat": ("leyden.cli.chat", "talk to a running server"),
+    "plan": ("leyden.cli.plan", "say what a model needs and what a GPU would hold, without the GPU"),
     "complete": ("leyden.cli.complete", "let a running server continue texts"),
 }
 

@@ -13,7 +13,8 @@ unknown flags, ambiguous beginnings and malformed values with a ConfigError that
 
 import json
 import re
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -33,7 +34,7 @@ class Arguments:
     notices: list[str]
 
 
-def parse(argv: Iterable[str], flags: Iterable[Flag]) -> Arguments:
+def parse(argv: Sequence[str], flags: Iterable[Flag]) -> Arguments:
     """The values of `argv`, flags that were not given left out."""
     reader = _Reader(tuple(flags))
     words, file = _split_config(list(argv))
@@ -75,49 +76,43 @@ class _Reader:
         close = get_close_matches(name, self.spellings, n=1, cutoff=0.75)
         raise ConfigError(f"unrecognised argument {name}" + (f", did you mean {close[0]}?" if close else ""))
 
-    def is_flag(self, word: str) -> bool:
-        head = word.split("=", 1)[0]
-        return word[:1] == "-" and word != "-" and " " not in head and not NEGATIVE_NUMBER.fullmatch(word)
-
-    def read(self, words: list[str]) -> None:
+    def read(self, words: Iterable[str]) -> None:
         self.seen.clear()
-        index = 0
-        while index < len(words):
-            word = words[index]
-            index += 1
+        ahead = deque(words)
+        while ahead:
+            word = ahead.popleft()
             if word == "--":
-                for rest in words[index:]:
-                    self.take_positional(rest)
-                return
-            if not self.is_flag(word):
+                while ahead:
+                    self.take_positional(ahead.popleft())
+            elif _is_flag(word):
+                self.read_flag(word, ahead)
+            else:
                 self.take_positional(word)
-                continue
-            name, equals, inline = _normal(word).partition("=")
-            if name[:2] in self.spellings and name not in self.spellings and name[1] != "-" and name[2:3] != ".":
-                name, equals, inline = name[:2], "=", word[2:]  # -O3
-            name, dot, path = name.partition(".")
-            flag, on = self.find(name)
-            if flag.type == "switch":
-                if equals or dot:
-                    raise ConfigError(f"{name} takes no value, got {word}")
-                self.take(flag, on)
-                continue
-            if equals:
-                texts = [inline]
-            else:
-                end = index
-                most = {"+": len(words)}.get(flag.many, 1) if not dot else 1
-                while end < len(words) and end - index < most and not self.is_flag(words[end]):
-                    end += 1
-                texts, index = words[index:end], end
-            if not texts and flag.many != "?":
-                raise ConfigError(f"{name}{dot}{path}: a value is expected")
-            if dot:
-                self.take_key(flag, path, texts[0])
-            elif flag.many == "+":
-                self.take(flag, [flag.read(text) for text in texts])
-            else:
-                self.take(flag, flag.read(texts[0]) if texts else True)
+
+    def read_flag(self, word: str, ahead: deque[str]) -> None:
+        """One flag; its values are taken from `ahead`."""
+        name, equals, inline = _normal(word).partition("=")
+        if name not in self.spellings and name[:2] in self.spellings and name[2:3] != ".":  # -O3
+            name, equals, inline = name[:2], "=", word[2:]
+        name, dot, path = name.partition(".")
+        flag, on = self.find(name)
+        if flag.type == "switch":
+            if equals or dot:
+                raise ConfigError(f"{name} takes no value, got {word}")
+            self.take(flag, on)
+            return
+        texts = [inline] if equals else []
+        several = flag.many == "+" and not dot
+        while ahead and not _is_flag(ahead[0]) and not equals and (several or not texts):
+            texts.append(ahead.popleft())
+        if not texts and flag.many != "?":
+            raise ConfigError(f"{name}{dot}{path}: a value is expected")
+        if dot:
+            self.take_key(flag, path, texts[0])
+        elif several:
+            self.take(flag, [flag.read(text) for text in texts])
+        else:
+            self.take(flag, flag.read(texts[0]) if texts else True)
 
     def take_positional(self, word: str) -> None:
         if self.positional is None or self.positional.dest in self.values:
@@ -179,6 +174,12 @@ class _Reader:
         for dest, value in self.values.items():
             self.by_dest[dest].check_keys(value)
         return Arguments(self.values, self.notices)
+
+
+def _is_flag(word: str) -> bool:
+    """Whether a word is a flag rather than a value: -1 and "-a b" are values."""
+    name = word.split("=", 1)[0]
+    return word.startswith("-") and word != "-" and " " not in name and not NEGATIVE_NUMBER.fullmatch(word)
 
 
 def _normal(word: str) -> str:

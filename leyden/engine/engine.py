@@ -11,7 +11,7 @@ from leyden.cache.pool import Pool
 from leyden.config.engine import EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
-from leyden.engine.memory import Split, divide, dtype_of
+from leyden.engine.memory import Split, divide, dtype_of, free
 from leyden.engine.runner import Runner, StepOutput
 from leyden.engine.sampler import Sampler
 from leyden.engine.scheduler import Limits, Scheduler
@@ -80,7 +80,7 @@ class Engine:
             and not os.getenv("OMP_NUM_THREADS")
         ):
             torch.set_num_threads(1)
-        split = divide(config, architecture, dtype, device)
+        split = divide(config, architecture, dtype, device.type, free(config, device))
         engine = cls(
             model.eval().requires_grad_(False),
             split,

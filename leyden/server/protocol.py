@@ -383,10 +383,13 @@ def error_body(status: int, message: str, param: str | None = None) -> ErrorBody
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """The JSON object in a request's body; raises RequestError for anything else, NaN and Infinity included."""
+    """The JSON object in a request's body; raises RequestError for anything else, NaN and Infinity included.
+
+    A body that is nested too deeply raises RecursionError.
+    """
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise _malformed(body, error) from None
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, got {type(value).__name__}")
@@ -397,7 +400,7 @@ def _malformed(body: bytes, error: Exception) -> RequestError:
     """Python's parser lets through what JSON has not: it can tell which field is no finite number."""
     try:
         value = json.loads(body)
-    except (ValueError, RecursionError):
+    except ValueError:
         return RequestError(f"the body is not valid JSON: {error}")
     for path in _not_finite(value):
         return RequestError(f"{path} must be a finite number", path.partition(".")[0])

@@ -105,6 +105,11 @@ class Program:
                 return match
         raise AssertionError(f"it ended, and {pattern!r} was not in its log:\n" + "\n".join(self.log))
 
+    def rest(self) -> list[str]:
+        """The whole log, once it has ended."""
+        self.log += iter(self._lines.get, None)
+        return self.log
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(timeout=30)
@@ -140,11 +145,12 @@ def test_published_command_serves(name: str, checkpoint: str):
         url = running.wait_for(r"running on (http://\S+)")[1]
         told = [line.split(": ", 1)[1] for line in running.log if " W leyden.cli.serve: " in line]
         assert [line for line in told if "more than once" not in line] == Launch.from_argv(argv).notes("cpu")
-        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        body = {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 4}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] >= 1
         assert running.stop() == 0
+        assert "secret" not in "\n".join(running.rest())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from leyden.config.arguments import parse
 from leyden.config.flags import table
@@ -159,3 +162,28 @@ def test_spellings():
     assert value("--mamba-backend", "FlashInfer") == "flashinfer"
     assert value("--log-level", "debug") == "DEBUG"
     assert value("--chat-template", "a b") == "a b"
+
+
+NAMES = sorted(name for flag in FLAGS.values() for name in (*flag.names, *flag.negations()))
+NAMED = st.sampled_from(NAMES)
+VALUE = st.sampled_from(
+    ["", "-", "--", "-1", "a", "a b", "-a b", "{}", '{"a": {}}', "[1]", "1.5k", "None", "=", ".", "+"]
+)
+WORD = st.one_of(
+    NAMED,
+    VALUE,
+    st.tuples(NAMED, st.sampled_from(["=", ".a=", ".a.b=", ".a+=", "."]), VALUE).map("".join),
+    st.tuples(NAMED, st.integers(1, 12)).map(lambda pair: pair[0][: pair[1]]),
+    st.text(max_size=6),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@drawn(st.lists(WORD, max_size=6))
+def test_any_words_give_values_or_a_message(words: list[str]):
+    try:
+        values = parse(words, FLAGS.values()).values
+    except ConfigError as error:
+        assert str(error)
+    else:
+        assert values.keys() <= FLAGS.keys()
