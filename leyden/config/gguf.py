@@ -2,8 +2,8 @@
 
     read     file -> header: metadata, and a table of tensors
     write    the other way round
+    names    tensors of this family as GGUF calls them -> as a checkpoint calls them
     unpack   file -> folder with config.json, tokenizer.json, chat_template.jinja and a link to the file
-    NAMES    tensors of this family as GGUF calls them -> as the checkpoint calls them
 
 Read is version 2 and 3, little-endian, split files too. Refused are other architectures than `nemotron_h` and
 `nemotron_h_moe`, and vocabularies that are no byte-level BPE. The layout is that of ggml-org/llama.cpp (docs/gguf.md
@@ -59,6 +59,12 @@ KINDS = {
 FLOATS = ("F32", "F16", "BF16")
 BLOCKS = tuple(kind for kind in KINDS if kind not in (*FLOATS, "NVFP4"))  # kept as they are
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "NVFP4": 39}  # general.file_type
+SAMPLING = {  # metadata -> generation_config.json
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.min_p": "min_p",
+}
 _BY_ID = {kind.id: name for name, kind in KINDS.items()}
 
 
@@ -315,7 +321,10 @@ def unpack(path: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(dir=cache))
     try:
-        for name, content in (tokenizer_files(header) | {"config.json": config_of(header)}).items():
+        contents = tokenizer_files(header) | {"config.json": config_of(header)}
+        if sampling := {SAMPLING[key]: header.metadata[key] for key in SAMPLING if key in header.metadata}:
+            contents["generation_config.json"] = {"do_sample": True} | sampling
+        for name, content in contents.items():
             text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
             (making / name).write_text(text, encoding="utf-8")
         for part in files(path):
@@ -409,7 +418,8 @@ _LLAMA_3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLITS = dict.fromkeys(("pixtral", "llama-bpe", "llama3", "llama-v3"), _LLAMA_3)
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED = 1, 2, 3, 4, 5
+ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def tokenizer_files(header: Header) -> dict[str, Any]:
@@ -424,8 +434,7 @@ def tokenizer_files(header: Header) -> dict[str, Any]:
             f"the vocabulary must be a byte-level BPE (tokenizer.ggml.model gpt2), found"
             f" {metadata.get('tokenizer.ggml.model')}"
         )
-    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {role: metadata.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
+    ids = {role: metadata.get(f"tokenizer.ggml.{name}_token_id") for role, name in ROLES.items()}
     special = {role: tokens[id] for role, id in ids.items() if id is not None}
     found = {"tokenizer_config.json": special | {"tokenizer_class": "PreTrainedTokenizerFast"}}
     found["tokenizer.json"] = metadata.get("tokenizer.huggingface.json") or _tokenizer(metadata, special)
@@ -436,15 +445,15 @@ def tokenizer_files(header: Header) -> dict[str, Any]:
 
 def _tokenizer(metadata: Mapping[str, Any], special: Mapping[str, str]) -> dict[str, Any]:
     tokens = metadata["tokenizer.ggml.tokens"]
-    types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     split = metadata.get("tokenizer.ggml.pre", "")
     if split not in _SPLITS:
         raise CheckpointError(f"tokenizer.ggml.pre must be one of {', '.join(_SPLITS)}; found {split!r}")
     added = [
-        {"id": id, "content": token, "special": type != _USER, "normalized": False}
+        {"id": id, "content": token, "special": type != USER, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
         for id, (token, type) in enumerate(zip(tokens, types, strict=True))
-        if type in (_UNKNOWN, _CONTROL, _USER)
+        if type in (UNKNOWN, CONTROL, USER)
     ]
     tokenizer: dict[str, Any] = {
         "version": "1.0",
@@ -459,7 +468,7 @@ def _tokenizer(metadata: Mapping[str, Any], special: Mapping[str, str]) -> dict[
         "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
         "model": {
             "type": "BPE",
-            "vocab": {token: id for id, token in enumerate(tokens) if types[id] != _UNUSED},
+            "vocab": {token: id for id, token in enumerate(tokens) if types[id] != UNUSED},
             "merges": [merge.split(" ", 1) for merge in metadata.get("tokenizer.ggml.merges", ())],
             "ignore_merges": True,
         },

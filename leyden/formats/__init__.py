@@ -42,16 +42,11 @@ class Format(Protocol):
         """Rank's share along `dim` (negative: counted from the matrix's last two dimensions)."""
 
 
+@dataclass(frozen=True)
 class Dense:
     """The matrix itself, in any floating-point dtype: makes "not quantised" a value, not a branch."""
 
     name = "dense"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Dense)
-
-    def __hash__(self) -> int:
-        return hash(Dense)
 
     def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Spec]:
         return {"weight": (shape, dtype)}

@@ -18,7 +18,7 @@ import re
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
@@ -61,8 +61,8 @@ def build(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = 
     """
     model = Nemotron(config, dtype, "meta", mtp)
     scheme = Scheme(config.quantization)
-    for name, weight in _matrices(model):
-        if (format := scheme.format_of(_each(name, weight)[0])) != Dense():
+    for name, weight in matrices(model):
+        if (format := scheme.format_of(each(name, weight)[0])) != Dense():
             weight.allot(format, torch.device("meta"))
     return model.to_empty(device=device)
 
@@ -74,41 +74,41 @@ def load(model: Nemotron, folder: Path, device: torch.device | str = "cpu", prog
     Raises CheckpointError that lists what is missing, unexpected, of another shape or of a dtype that does not fit.
     """
     started = time.monotonic()
-    plan = _match(model, folder)
+    plan = match(model, folder)
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
     targets = _addresses(model)
-    shards = [list(group) for _, group in groupby(plan, key=lambda entry: entry[1].file)]
+    groups = [list(group) for _, group in groupby(plan, key=lambda entry: entry[1].file)]
     total = sum(stored.bytes for _, stored in plan)
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar,
         ThreadPoolExecutor(_READERS) as readers,
     ):
 
-        def fill(shard: list[tuple[str, Stored]]) -> None:
-            with opened(shard[0][1].file) as file:
-                for name, stored in shard:
+        def fill(group: list[tuple[str, Stored]]) -> None:
+            with opened(group[0][1].file) as file:
+                for name, stored in group:
                     target = targets[name]
                     target.copy_(stored.read(file).reshape(target.shape))
                     bar.update(stored.bytes)
 
-        list(readers.map(fill, shards))
+        list(readers.map(fill, groups))
     log.info("loaded %.2f GiB of weights in %.1f s", total / 2**30, time.monotonic() - started)
     _compare(model, folder)
 
 
 def adopt(network: nn.Module, files: Mapping[str, Stored]) -> None:
     """Give every matrix of `network` the format in which `files` hold it; they go by the names of the parameters."""
-    weights = dict(_matrices(network))
+    weights = dict(matrices(network))
     held: dict[str, dict[str, dict[str, Stored]]] = defaultdict(lambda: defaultdict(dict))
     for name, stored in files.items():
         matrix, _, leaf = name.rpartition(".")
         owner = _EXPERT.sub(".experts.", matrix)
         if owner in weights:
             held[owner][matrix][leaf] = stored
-    for owner, matrices in held.items():
+    for owner, members in held.items():
         weight = weights[owner]
-        one, *others = matrices.values()
+        one, *others = members.values()
         shared = {leaf: stored for leaf, stored in one.items() if all(leaf in other for other in others)}
         format = held_as(shared, weight.shape)
         if format != weight.format:
@@ -122,37 +122,52 @@ def save(model: Nemotron, folder: Path, max_shard_bytes: int = 5 * 10**9) -> Non
     router are F32 there. Weights of an earlier save in `folder` are removed; other files stay. ConfigError if a
     matrix is in a format that such files do not have.
     """
-    scales = dict(_cache_scales(model))
-    matrices = {matrix: weight.format for name, weight in _matrices(model) for matrix in _each(name, weight)}
-    quantization = describe(matrices, fp8_cache=bool(scales) or Scheme(model.config.quantization).fp8_cache)
-    folder.mkdir(parents=True, exist_ok=True)
-    shards: list[dict[str, Tensor]] = [{}]
-    room = max_shard_bytes
-    tensors = dict(_tensors(model)) | scales
+    scales = dict(cache_scales(model))
+    held = {matrix: weight.format for name, weight in matrices(model) for matrix in each(name, weight)}
+    quantization = describe(held, fp8_cache=bool(scales) or Scheme(model.config.quantization).fp8_cache)
+    tensors = dict(tensors_of(model)) | scales
     if model.config.tie_word_embeddings:  # transformers does not tie the embeddings of this family: it wants both
         tensors["lm_head.weight"] = tensors["backbone.embeddings.weight"].clone()
-    for name, tensor in tensors.items():
-        if tensor.nbytes > room and shards[-1]:
-            shards.append({})
-            room = max_shard_bytes
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
 
-    count = len(shards)
-    files = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    files = files if count > 1 else ["model.safetensors"]
-    for stale in {*folder.glob("model*.safetensors"), folder / INDEX}:
-        stale.unlink(missing_ok=True)
-    for file, shard in zip(files, shards, strict=True):
-        save_file({name: tensor.cpu() for name, tensor in shard.items()}, folder / file, metadata={"format": "pt"})
-    if count > 1:
-        size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_weights(folder)
+    files = shards([[name] for name in tensors], sizes, max_shard_bytes)
+    for file, names in files.items():
+        save_file({name: tensors[name].cpu() for name in names}, folder / file, metadata={"format": "pt"})
+    write_index(folder, files, sizes)
     dtype = str(model.backbone.embeddings.dtype).removeprefix("torch.")
     steps = int(model.mtp is not None)
     config = replace(model.config, dtype=dtype, num_nextn_predict_layers=steps, quantization=quantization)
     write_json(folder / "config.json", config.to_dict())
+
+
+def shards(groups: Iterable[Sequence[str]], sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """File -> the tensors that go into it, in their order: as many as fit into `limit` bytes, and no group in two."""
+    parts: list[list[str]] = [[]]
+    room = limit
+    for group in groups:
+        size = sum(sizes[name] for name in group)
+        if size > room and parts[-1]:
+            parts.append([])
+            room = limit
+        parts[-1] += group
+        room -= size
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, 1)}
+
+
+def write_index(folder: Path, files: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> None:
+    """The index of several shards; nothing for a single one."""
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+
+
+def remove_weights(folder: Path) -> None:
+    for stale in {*folder.glob("model*.safetensors"), folder / INDEX}:
+        stale.unlink(missing_ok=True)
 
 
 @torch.no_grad()
@@ -167,7 +182,7 @@ def dummy(model: Nemotron, seed: int = 0) -> None:
 
     Every tensor has a seed of its own, from `seed` and its name. The same device gives the same values, in any dtype.
     """
-    quantised = {name: weight for name, weight in _matrices(model) if weight.format != Dense()}
+    quantised = {name: weight for name, weight in matrices(model) if weight.format != Dense()}
     for name, weight in quantised.items():
         first = next(weight.parameters())
         _dummy_quantised(
@@ -218,18 +233,18 @@ def _uniform(tensor: Tensor, low: float, high: float, random: torch.Generator) -
         part.copy_(values.uniform_(low, high, generator=random))
 
 
-def _matrices(network: nn.Module) -> Iterator[tuple[str, Weight]]:
+def matrices(network: nn.Module) -> Iterator[tuple[str, Weight]]:
     return ((name, module) for name, module in network.named_modules() if isinstance(module, Weight))
 
 
-def _each(name: str, weight: Weight) -> list[str]:
+def each(name: str, weight: Weight) -> list[str]:
     """The names in files of a matrix, or of those of a stack."""
     if len(weight.shape) == 2:
         return [name]
     return [name.replace(".experts.", f".experts.{i}.") for i in range(weight.shape[0])]
 
 
-def _tensors(model: Nemotron) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(model: Nemotron) -> Iterator[tuple[str, Tensor]]:
     """(name in a file, the memory behind it) of everything in `model`; experts one by one."""
     for name, parameter in model.named_parameters():
         if ".experts." in name:
@@ -242,10 +257,10 @@ def _tensors(model: Nemotron) -> Iterator[tuple[str, Tensor]]:
 def _addresses(model: Nemotron) -> dict[str, Tensor]:
     """What a file's tensor fills, by its canonical name: every tensor, and the stacks of experts as a whole."""
     whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return whole | dict(_tensors(model))
+    return whole | dict(tensors_of(model))
 
 
-def _cache_scales(model: Nemotron) -> Iterator[tuple[str, Tensor]]:
+def cache_scales(model: Nemotron) -> Iterator[tuple[str, Tensor]]:
     """Those of an fp8 cache, if the checkpoint had any."""
     for name, module in model.named_modules():
         if isinstance(module, Attention) and (module.k_scale, module.v_scale) != (1.0, 1.0):
@@ -253,7 +268,7 @@ def _cache_scales(model: Nemotron) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.v_proj.v_scale", torch.tensor([module.v_scale])
 
 
-def _match(model: Nemotron, folder: Path) -> list[tuple[str, Stored]]:
+def match(model: Nemotron, folder: Path) -> list[tuple[str, Stored]]:
     """(name here, tensor of `folder`) of all that fill `model`, file by file, after checking that they fit it exactly.
 
     The matrices get the formats of the files, and attention layers their scales of the cache.
@@ -284,7 +299,7 @@ def _match(model: Nemotron, folder: Path) -> list[tuple[str, Stored]]:
                 setattr(attention[scale["mixer"]], f"{which}_scale", float(read(stored)))
         elif not (_UNUSED.search(name) or (name == "lm_head.weight" and model.config.tie_word_embeddings)):
             problems["unexpected"].append(stored.name)
-    problems["missing"] = [n for n, _ in _tensors(model) if not {n, _EXPERT.sub(".experts.", n)} & plan.keys()]
+    problems["missing"] = [n for n, _ in tensors_of(model) if not {n, _EXPERT.sub(".experts.", n)} & plan.keys()]
     if any(problems.values()):
         lines = [f"  {kind} ({len(names)}): {some(names)}" for kind, names in problems.items() if names]
         raise CheckpointError("\n".join([f"{folder}: the weights do not fit config.json", *lines]))
@@ -307,8 +322,8 @@ def _compare(model: Nemotron, folder: Path) -> None:
     scheme = Scheme(model.config.quantization)
     odd = [
         f"{name} is {weight.format.name}, not {promised}"
-        for name, weight in _matrices(model)
-        if (promised := scheme.format_of(_each(name, weight)[0]).name) != weight.format.name
+        for name, weight in matrices(model)
+        if (promised := scheme.format_of(each(name, weight)[0]).name) != weight.format.name
     ]
     if odd:
         log.warning("%s: %d matrices are not stored as config.json says: %s", folder, len(odd), some(odd, 3))

@@ -18,7 +18,7 @@ from leyden.formats.fp8 import FP8, MXFP8, FP8Block, FP8Channel
 from leyden.formats.int4 import Int4
 from leyden.formats.nvfp4 import NVFP4
 from leyden.formats.scheme import describe
-from leyden.model.checkpoint import _tensors, build, dummy, load, save
+from leyden.model.checkpoint import build, dummy, load, save, tensors_of
 from leyden.model.context import Context
 from leyden.model.nemotron import Nemotron
 from leyden.testing.checkpoints import tiny
@@ -296,7 +296,7 @@ ATTENTION = [f"backbone.layers.{i}.mixer.{w}_proj" for i, letter in enumerate(PA
 
 def on_disk(model: Nemotron) -> tuple[int, int]:
     """(tensors, bytes) of the files; A_log, D and dt_bias are F32 in memory and BF16 in the releases."""
-    tensors = dict(_tensors(model))
+    tensors = dict(tensors_of(model))
     widened = sum(t.nbytes // 2 for name, t in tensors.items() if name.endswith((".A_log", ".D", ".dt_bias")))
     return len(tensors), sum(t.nbytes for t in tensors.values()) - widened
 
