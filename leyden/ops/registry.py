@@ -10,6 +10,7 @@ from torch import Tensor
 _BACKENDS: dict[str, str] = {}  # device type -> module that registers its kernels when imported
 _loaded: set[str] = set()
 _reference_only = False
+_watchers: list[Callable[["Op", tuple[Any, ...]], None]] = []
 
 
 class Op:
@@ -29,6 +30,8 @@ class Op:
         self._kernels[device, format] = kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for watch in _watchers:
+            watch(self, args)
         if _reference_only:
             return self.reference(*args, **kwargs)
         device = _device(args)
@@ -61,3 +64,13 @@ def using(version: str) -> Iterator[None]:
         yield
     finally:
         _reference_only = before
+
+
+@contextmanager
+def watching(watch: Callable[[Op, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Calls watch(op, arguments) before every op: calibration wants to see what the matrices are multiplied with."""
+    _watchers.append(watch)
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from leyden.formats import Weight
-from leyden.ops.registry import Op, using
+from leyden.ops.registry import Op, using, watching
 
 
 def double(x: Tensor, weight: Weight | None = None) -> Tensor:
@@ -38,3 +38,11 @@ def test_using_the_reference_ends_with_the_block() -> None:
     assert op(torch.ones(1)) == 20
     with pytest.raises(ValueError, match="reference"), using("fast"):
         pass
+
+
+def test_watching_sees_arguments_before_the_op_runs() -> None:
+    op, seen = Op(double), []
+    with watching(lambda op, args: seen.append((op.name, args[0].item()))):
+        assert op(torch.tensor(2.0)) == 4
+    op(torch.tensor(3.0))
+    assert seen == [("double", 2.0)]
