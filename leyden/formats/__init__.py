@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,20 @@ class Format(Protocol):
 
     def shard(self, tensors: Mapping[str, Tensor], dim: int, rank: int, world: int) -> dict[str, Tensor]:
         """Rank's share along `dim` (negative: counted from the matrix's last two dimensions)."""
+
+
+@runtime_checkable
+class Grid(Format, Protocol):
+    """A format whose values are whole steps of a scale, or other fixed multiples: what error compensation needs."""
+
+    def steps(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """What one unit is worth for each element of the matrix, fp32 [..., N, K]."""
+
+    def snap(self, units: Tensor) -> Tensor:
+        """The nearest values that can be stored, in units."""
+
+    def recode(self, tensors: Mapping[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        """The same scales with other values [..., N, K], which `snap` gave."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leyden.errors import ConfigError
 from leyden.formats import Packed, Part, Spec
 from leyden.formats.fp8 import amax
 from leyden.formats.nvfp4 import pack, unpack
@@ -70,6 +71,20 @@ class Int4(Packed):
             padded = F.pad(zero.mT, (0, -zero.shape[-2] % _WORD), value=_LOW)
             tensors["weight_zero_point"] = _words(padded).mT.contiguous()
         return tensors | {"weight_shape": _shape_of(tensors["weight_packed"])}
+
+    def steps(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """ConfigError for asymmetric ones: their values are no multiples of the scale."""
+        if not self.symmetric:
+            raise ConfigError("error compensation needs symmetric int4, found an asymmetric one")
+        scale = tensors["weight_scale"].float()
+        columns = tensors["weight_packed"].shape[-1] * _WORD
+        return scale.repeat_interleave(columns // scale.shape[-1], -1)
+
+    def snap(self, units: Tensor) -> Tensor:
+        return units.round().clamp(_LOW, _HIGH)
+
+    def recode(self, tensors: Mapping[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        return {**tensors, "weight_packed": _words(units)}
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         codes = _codes(tensors["weight_packed"])

@@ -101,6 +101,19 @@ class NVFP4(Packed):
         tensors = {"weight": pack(codes.flatten(-2)), "weight_scale": scale, "weight_scale_2": scale_2}
         return tensors | ({"input_scale": torch.ones_like(scale_2)} if self.input_scale else {})
 
+    def steps(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return (
+            _steps(tensors["weight_scale"], tensors["weight_scale_2"])
+            .expand(*tensors["weight_scale"].shape, BLOCK)
+            .flatten(-2)
+        )
+
+    def snap(self, units: Tensor) -> Tensor:
+        return from_e2m1(to_e2m1(units))
+
+    def recode(self, tensors: Mapping[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        return {**tensors, "weight": pack(to_e2m1(units))}
+
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         codes = unpack(tensors["weight"]).unflatten(-1, (-1, BLOCK))
         return _decode(codes, tensors["weight_scale"], tensors["weight_scale_2"]).flatten(-2).to(dtype)

@@ -244,7 +244,7 @@ def each(name: str, weight: Weight) -> list[str]:
     return [name.replace(".experts.", f".experts.{i}.") for i in range(weight.shape[0])]
 
 
-def tensors_of(model: Nemotron) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name in a file, the memory behind it) of everything in `model`; experts one by one."""
     for name, parameter in model.named_parameters():
         if ".experts." in name:

@@ -3,7 +3,8 @@
 Strict like leyden.model.checkpoint.load, and for the same files.
 """
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,20 @@ class Source:
         if self.formats[matrix] == Dense():
             return tensors["weight"]
         return self.formats[matrix].dequantize(tensors, torch.float32)
+
+    def module(self, name: str, device: torch.device, formats: Mapping[str, Format], made: Mapping[str, Tensor]) -> Any:
+        """A part of the network, such as `backbone.layers.3`, on a device: with the tensors of `made`, in `formats`,
+        and those of the files for what is not in them."""
+        module = copy.deepcopy(self.model.get_submodule(name))
+        for inner, weight in matrices(module):
+            first = each(f"{name}.{inner}".removesuffix("."), weight)[0]
+            if first in formats and formats[first] != weight.format:
+                weight.allot(formats[first], torch.device("meta"))
+        module.to_empty(device=device)
+        for inner, target in tensors_of(module):
+            full = f"{name}.{inner}"
+            target.copy_(made[full] if full in made else self.tensor(full))
+        return module.requires_grad_(False)
 
     def cache_scales(self) -> dict[str, Tensor]:
         return dict(cache_scales(self.model))
