@@ -90,7 +90,7 @@ class Conversion:
         """Names and sizes of all tensors, and the files that they go into."""
         self.groups: dict[str, list[str]] = {}  # unit -> names of its tensors
         sizes: dict[str, int] = {}
-        scales = self.source.cache_scales()
+        self.scales = scales = self.source.cache_scales()
         for unit, is_matrix in self.source.units():
             if not is_matrix:
                 specs = {unit: self.source.spec(unit)}
@@ -104,6 +104,7 @@ class Conversion:
             sizes |= {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in specs.items()}
         self.sizes = sizes
         self.files = shards(self.groups.values(), sizes, self.options.shard_bytes)
+        self._file_of = {name: file for file, names in self.files.items() for name in names}
 
     @property
     def _measures_cache(self) -> bool:
@@ -111,6 +112,9 @@ class Conversion:
 
     def run(self, progress: bool = True) -> dict[str, Any]:
         """Convert everything that is not there yet; returns the report."""
+        if "bytes" in self.report:  # noted last
+            log.info("%s is complete already", self.out)
+            return self.report
         self.out.mkdir(parents=True, exist_ok=True)
         finished = {name for file, names in self.files.items() if (self.out / file).exists() for name in names}
         waiting = {file: names for file, names in self.files.items() if not (self.out / file).exists()}
@@ -234,8 +238,7 @@ class Conversion:
             else:
                 tensors = self._matrix(unit, moments.get(unit))
                 made |= {name: tensors[name.rpartition(".")[2]] for name in names}
-                scales = self.source.cache_scales()
-                made |= {name: scales[name] for name in self.groups[unit] if name in scales}
+                made |= {name: self.scales[name] for name in self.groups[unit] if name in self.scales}
         return made
 
     def _matrix(self, matrix: str, moments: Moments | None) -> dict[str, Tensor]:
@@ -267,8 +270,7 @@ class Conversion:
         self.report["matrices"][matrix] = {"format": format.name} | dict(zip(SUMS, sums, strict=True))
 
     def _finished(self, name: str) -> Tensor:
-        file = next(file for file, names in self.files.items() if name in names)
-        with safe_open(self.out / file, framework="pt") as opened:
+        with safe_open(self.out / self._file_of[name], framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(name)
         return tensor
 
