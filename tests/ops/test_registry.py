@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from leyden.formats import Weight
-from leyden.ops.registry import Op, using, watching
+from leyden.ops.registry import Op, using
 
 
 def double(x: Tensor, weight: Weight | None = None) -> Tensor:
@@ -40,9 +40,11 @@ def test_using_the_reference_ends_with_the_block() -> None:
         pass
 
 
-def test_watching_sees_arguments_before_the_op_runs() -> None:
-    op, seen = Op(double), []
-    with watching(lambda op, args: seen.append((op.name, args[0].item()))):
-        assert op(torch.tensor(2.0)) == 4
-    op(torch.tensor(3.0))
-    assert seen == [("double", 2.0)]
+def test_training_has_its_own_versions_and_else_the_reference() -> None:
+    op, other = Op(double), Op(double)
+    op.register("training", lambda x: 2000 * x)
+    other.register("cpu", lambda x: 20 * x)
+    with using("training"):
+        assert op(torch.ones(1)) == 2000
+        assert other(torch.ones(1)) == 2
+    assert (op(torch.ones(1)), other(torch.ones(1))) == (2, 20)
