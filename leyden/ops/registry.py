@@ -12,10 +12,11 @@ _BACKENDS = {"training": "leyden.ops.training"}
 _VERSIONS = ("reference", "training")
 _loaded: set[str] = set()
 _version: str | None = None
+_watchers: list[Callable[["Op", tuple[Any, ...]], None]] = []
 
 
 class Op:
-    """Callable that picks a kernel by the device of its first tensor and the format of its first weight.
+    """Callable that picks a kernel by the device of its first tensor and the format of its weights, if they share one.
 
     A (device, format) pair without a kernel runs the reference, which dequantises: right everywhere, fast where
     someone wrote a kernel.
@@ -31,6 +32,8 @@ class Op:
         self._kernels[device, format] = kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for watch in _watchers:
+            watch(self, args)
         if _version == "reference":
             return self.reference(*args, **kwargs)
         device = _version or _device(args)
@@ -49,7 +52,8 @@ def _device(args: tuple[Any, ...]) -> str:
 
 
 def _format(args: tuple[Any, ...]) -> str:
-    return next((a.format.name for a in args if hasattr(a, "format")), "dense")
+    names = {a.format.name for a in args if hasattr(a, "format")} or {"dense"}
+    return names.pop() if len(names) == 1 else "mixed"  # for which there are no kernels
 
 
 @contextmanager
@@ -66,3 +70,13 @@ def using(version: str) -> Iterator[None]:
         yield
     finally:
         _version = before
+
+
+@contextmanager
+def watching(watch: Callable[[Op, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Calls watch(op, arguments) before every op: calibration wants to see what the matrices are multiplied with."""
+    _watchers.append(watch)
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)
