@@ -13,8 +13,10 @@ to both). Activations are not quantised here: `input_scale` is kept so that a ch
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from leyden.formats import Packed, Part
@@ -39,7 +41,19 @@ def to_e2m1(x: Tensor) -> Tensor:
 
 def from_e2m1(codes: Tensor) -> Tensor:
     """Codes 0 to 15 -> fp32; code 8 is a zero like code 0."""
-    return torch.tensor(_VALUES + tuple(0.0 - value for value in _VALUES), device=codes.device)[codes.int()]
+    return _table(codes.device)[codes.int()]
+
+
+@cache
+def _table(device: torch.device) -> Tensor:
+    return torch.tensor(_VALUES + tuple(0.0 - value for value in _VALUES), device=device)
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """[256, 2]: the values of the two codes in a byte."""
+    bytes_ = torch.arange(256, dtype=torch.uint8, device=device)
+    return from_e2m1(unpack(bytes_[:, None]))
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -115,8 +129,9 @@ class NVFP4(Packed):
         return {**tensors, "weight": pack(to_e2m1(units))}
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        codes = unpack(tensors["weight"]).unflatten(-1, (-1, BLOCK))
-        return _decode(codes, tensors["weight_scale"], tensors["weight_scale_2"]).flatten(-2).to(dtype)
+        values = F.embedding(tensors["weight"].int(), _pairs(tensors["weight"].device)).flatten(-2)
+        steps = _steps(tensors["weight_scale"], tensors["weight_scale_2"])
+        return (values.unflatten(-1, (-1, BLOCK)) * steps).flatten(-2).to(dtype)
 
 
 def _encode(blocks: Tensor, wanted: Tensor, scale_2: Tensor) -> tuple[Tensor, Tensor]:
