@@ -6,6 +6,8 @@
     save      network -> folder, in the layout of the releases (transformers reads it)
     dummy     random values by recipe, for measurements without weights
 
+adopt, misfits and fill are the steps of load, for networks that are no Nemotron (drafters).
+
 Names are the same on both sides, as far as leyden.model.stored has not seen to it, but for the experts: files hold
 every one by itself, `experts.7.up_proj.weight`, or stacked, and the network stacks them.
 
@@ -41,7 +43,7 @@ from leyden.model.attention import Attention
 from leyden.model.nemotron import Nemotron
 from leyden.model.stored import DTYPES, FLOATS, INDEX, Stored, named, opened, read, stored_tensors
 
-__all__ = ["Stored", "adopt", "build", "dummy", "load", "resolve", "save", "stored_tensors"]
+__all__ = ["Stored", "build", "dummy", "load", "resolve", "save", "stored_tensors"]
 
 log = get(__name__)
 
@@ -77,24 +79,29 @@ def load(model: Nemotron, folder: Path, device: torch.device | str = "cpu", prog
     plan = match(model, folder)
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
-    targets = _addresses(model)
-    groups = [list(group) for _, group in groupby(plan, key=lambda entry: entry[1].file)]
-    total = sum(stored.bytes for _, stored in plan)
+    total = fill(_addresses(model), plan, progress)
+    log.info("loaded %.2f GiB of weights in %.1f s", total / 2**30, time.monotonic() - started)
+    _compare(model, folder)
+
+
+def fill(targets: Mapping[str, Tensor], files: Mapping[str, Stored], progress: bool = True) -> int:
+    """Read `files` into the `targets` of the same names; returns the bytes. Files are read side by side."""
+    groups = [list(group) for _, group in groupby(files.items(), key=lambda entry: entry[1].file)]
+    total = sum(stored.bytes for stored in files.values())
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar,
         ThreadPoolExecutor(_READERS) as readers,
     ):
 
-        def fill(group: list[tuple[str, Stored]]) -> None:
+        def read_all(group: list[tuple[str, Stored]]) -> None:
             with opened(group[0][1].file) as file:
                 for name, stored in group:
                     target = targets[name]
                     target.copy_(stored.read(file).reshape(target.shape))
                     bar.update(stored.bytes)
 
-        list(readers.map(fill, groups))
-    log.info("loaded %.2f GiB of weights in %.1f s", total / 2**30, time.monotonic() - started)
-    _compare(model, folder)
+        list(readers.map(read_all, groups))
+    return total
 
 
 def adopt(network: nn.Module, files: Mapping[str, Stored]) -> None:
@@ -268,8 +275,8 @@ def cache_scales(model: Nemotron) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.v_proj.v_scale", torch.tensor([module.v_scale])
 
 
-def match(model: Nemotron, folder: Path) -> list[tuple[str, Stored]]:
-    """(name here, tensor of `folder`) of all that fill `model`, file by file, after checking that they fit it exactly.
+def match(model: Nemotron, folder: Path) -> dict[str, Stored]:
+    """Name here -> tensor of `folder`, of all that fill `model`, file by file; they are known to fit it exactly.
 
     The matrices get the formats of the files, and attention layers their scales of the cache.
     """
@@ -288,12 +295,8 @@ def match(model: Nemotron, folder: Path) -> list[tuple[str, Stored]]:
     for name, stored in files.items():
         if (target := addresses.get(name)) is not None:
             plan[name] = stored
-            if _trimmed(name, stored.shape) != _trimmed(name, target.shape):
-                problems["wrong shape"].append(f"{stored.name} {list(stored.shape)}, expected {list(target.shape)}")
-            floats = target.dtype in FLOATS.values()
-            if DTYPES.get(stored.dtype) not in (FLOATS.values() if floats else [target.dtype]):
-                accepted = ", ".join(FLOATS) if floats else next(d for d in DTYPES if DTYPES[d] == target.dtype)
-                problems["wrong dtype"].append(f"{stored.name} {stored.dtype}, expected {accepted}")
+            for kind, problem in misfits(name, stored, target):
+                problems[kind].append(problem)
         elif (scale := _CACHE_SCALE.fullmatch(name)) and scale["mixer"] in attention:
             for which in scale["which"]:
                 setattr(attention[scale["mixer"]], f"{which}_scale", float(read(stored)))
@@ -309,7 +312,17 @@ def match(model: Nemotron, folder: Path) -> list[tuple[str, Stored]]:
             f"{folder}: tie_word_embeddings is true, but {head.name} is not equal to the embeddings; set it false"
             " in config.json to use both, or remove the tensor"
         )
-    return list(plan.items())
+    return plan
+
+
+def misfits(name: str, stored: Stored, target: Tensor) -> Iterator[tuple[str, str]]:
+    """("wrong shape" or "wrong dtype", how) of a file's tensor for a parameter. Floats are as good as each other."""
+    if _trimmed(name, stored.shape) != _trimmed(name, target.shape):
+        yield "wrong shape", f"{stored.name} {list(stored.shape)}, expected {list(target.shape)}"
+    floats = target.dtype in FLOATS.values()
+    if DTYPES.get(stored.dtype) not in (FLOATS.values() if floats else [target.dtype]):
+        accepted = ", ".join(FLOATS) if floats else next(d for d in DTYPES if DTYPES[d] == target.dtype)
+        yield "wrong dtype", f"{stored.name} {stored.dtype}, expected {accepted}"
 
 
 def _trimmed(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

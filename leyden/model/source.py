@@ -33,7 +33,7 @@ class Source:
         self.config = ModelConfig.from_folder(self.folder)
         self.dtype: torch.dtype = getattr(torch, self.config.dtype)
         self.model = build(self.config, self.dtype, "meta", self.config.num_nextn_predict_layers > 0)
-        self._stored = dict(match(self.model, self.folder))
+        self._stored = match(self.model, self.folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.formats: dict[str, Format] = {}
         for name, weight in matrices(self.model):

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from leyden.config.model import ModelConfig
 from leyden.errors import CheckpointError, ConfigError
-from leyden.formats import Dense, Format
+from leyden.formats import Dense, Format, Weight
 from leyden.formats.fp8 import FP8, MXFP8, FP8Block, FP8Channel
 from leyden.formats.int4 import Int4
 from leyden.formats.nvfp4 import NVFP4
 from leyden.formats.scheme import describe
-from leyden.model.checkpoint import build, dummy, load, save, tensors_of
+from leyden.model.checkpoint import adopt, build, dummy, fill, load, misfits, save, stored_tensors, tensors_of
 from leyden.model.context import Context
 from leyden.model.nemotron import Nemotron
 from leyden.testing.checkpoints import tiny
@@ -354,3 +354,30 @@ def test_a_scheme_that_cannot_be_read_is_refused_before_memory_is_taken(folder: 
     config = ModelConfig.from_folder(folder, {"quantization_config": {"quant_method": "gptq"}})
     with pytest.raises(ConfigError, match="quant_method must be modelopt or compressed-tensors; found 'gptq'"):
         build(config, torch.float32)
+
+
+class Head(nn.Module):
+    """A network of another kind, as drafters are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = Weight(64, 32, dtype=torch.float32), Weight(32, 64, dtype=torch.float32)
+        self.norm = nn.Parameter(torch.empty(32))
+
+
+def test_other_networks_adopt_the_formats_of_their_files(tmp_path: Path) -> None:
+    values = torch.randn(64, 32)
+    stored = {f"up_proj.{leaf}": tensor for leaf, tensor in NVFP4().quantize(values).items()}
+    stored |= {"down_proj.weight": torch.randn(32, 64).bfloat16(), "norm": torch.randn(32)}
+    stored["up_proj.weight_scale_2"] = stored["up_proj.weight_scale_2"].reshape(1)
+    save_file(stored, tmp_path / "model.safetensors")
+    files = {stored.name: stored for stored in stored_tensors(tmp_path)}
+    head = Head()
+    adopt(head, files)
+    targets = {name: parameter.detach() for name, parameter in head.named_parameters()}
+    assert files.keys() == targets.keys()
+    assert not [problem for name, target in targets.items() for problem in misfits(name, files[name], target)]
+    fill(targets, files, progress=False)
+    assert (head.up_proj.format, head.down_proj.format) == (NVFP4(), Dense())
+    assert torch.equal(head.up_proj.dense(), NVFP4().dequantize(NVFP4().quantize(values), torch.float32))
+    assert torch.equal(head.down_proj.weight, stored["down_proj.weight"].float())
