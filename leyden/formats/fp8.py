@@ -115,10 +115,11 @@ class MXFP8(Packed):
         return {"weight": Part(E4M3), "weight_scale": Part(torch.uint8, 1, RUN)}
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """The smallest power of two that brings the largest magnitude to 448 or less."""
+        """The smallest power of two that brings the largest magnitude to 448 or less; 2^-127 for a run of zeros."""
         runs = weight.float().unflatten(-1, (-1, RUN))
-        fraction, exponent = torch.frexp(amax(runs, -1) / E4M3_MAX)  # fraction in [0.5, 1): 0.5 is a power of two
-        scale = (exponent - (fraction == 0.5).int() + 127).clamp(0, 254).to(torch.uint8)
+        largest = amax(runs, -1)
+        fraction, exponent = torch.frexp(largest / E4M3_MAX)  # fraction in [0.5, 1): 0.5 is a power of two
+        scale = (exponent - (fraction == 0.5).int() + 127).clamp(0, 254).masked_fill(largest == 0, 0).to(torch.uint8)
         return {"weight": to_e4m3(runs / from_e8m0(scale)[..., None]).flatten(-2), "weight_scale": scale}
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

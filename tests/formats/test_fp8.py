@@ -69,7 +69,7 @@ def test_a_power_of_two_for_each_run() -> None:
     stored = MXFP8().quantize(weight)
     runs = weight.numpy().reshape(24, 3, 32)
     peaks = np.abs(runs).max(-1)
-    exponents = np.ceil(np.log2(np.where(peaks == 0, 448, peaks).astype(np.float64) / 448))
+    exponents = np.where(peaks == 0, -127, np.ceil(np.log2(np.where(peaks == 0, 1, peaks).astype(np.float64) / 448)))
     assert (stored["weight_scale"].numpy() == exponents + 127).all()
     assert stored["weight_scale"][0, 0] == 127
     codes = reference.to_e4m3((runs / 2.0 ** exponents[..., None]).astype(np.float32))
