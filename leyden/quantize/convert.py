@@ -121,9 +121,11 @@ class Conversion:
         pending: dict[str, Tensor] = {}
         with tqdm(total=sum(self.sizes.values()), unit="B", unit_scale=True, disable=not progress) as bar:
             bar.set_description("Quantising")
+            bar.update(sum(self.sizes[name] for name in finished))
             for made in self._stages(finished):
-                bar.update(sum(self.sizes[name] for name in made))
-                pending |= {name: tensor for name, tensor in made.items() if name not in finished}
+                new = {name: tensor for name, tensor in made.items() if name not in finished}
+                bar.update(sum(self.sizes[name] for name in new))
+                pending |= new
                 for file in [file for file, names in waiting.items() if pending.keys() >= set(names)]:
                     part = self.out / f"{file}.part"
                     save_file({name: pending.pop(name).cpu().contiguous() for name in waiting.pop(file)}, part)
@@ -138,7 +140,7 @@ class Conversion:
         for stage, group in groupby(self.groups, key=_stage):
             units = list(group)
             if not texts:
-                yield self._made(units, {}, finished)
+                yield self._made([unit for unit in units if not finished.issuperset(self.groups[unit])], {}, finished)
             elif stage == "backbone.embeddings":
                 made = self._made(units, {}, finished)
                 embeddings = self.source.module(stage, self.device, self.formats, made)
