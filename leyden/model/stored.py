@@ -80,8 +80,9 @@ def read(stored: Stored) -> Tensor:
 
 
 def named(folder: Path) -> Iterator[tuple[str, Stored]]:
-    """The tensors of `folder` under the names they have in the network."""
-    if files := sorted(folder.glob("*.gguf")):
+    """The tensors of `folder` under the names they have in the network; GGUF files count if there are no others."""
+    files = sorted(folder.glob("*.gguf"))
+    if files and not any(folder.glob("*.safetensors")):
         yield from _of_gguf(files)
         return
     for stored in stored_tensors(folder):

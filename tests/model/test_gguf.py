@@ -324,3 +324,10 @@ def test_kinds_that_cannot_be_written(tmp_path: Path) -> None:
     tiny(tmp_path / "model")
     with pytest.raises(ConfigError, match="can be written in F32, F16, Q4_0, Q8_0, BF16, NVFP4; found Q4_K"):
         convert(tmp_path / "model", tmp_path / "model.gguf", "Q4_K")
+
+
+def test_a_gguf_file_beside_safetensors_files_is_not_read(tmp_path: Path) -> None:
+    tiny(tmp_path / "model")
+    expected = logits(loaded(tmp_path / "model"))
+    convert(tmp_path / "model", tmp_path / "model" / "model.gguf", "Q4_0")
+    assert torch.equal(logits(loaded(tmp_path / "model")), expected)
