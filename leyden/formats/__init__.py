@@ -8,7 +8,7 @@
 Names are those of the checkpoint: the Weight `mixer.in_proj` in dense format holds `mixer.in_proj.weight`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -151,6 +151,16 @@ class Weight(nn.Module):
     def dense(self) -> Tensor:
         """The matrix as the network computes with it, [*shape] in `dtype`; a view where nothing is to be done."""
         return self.format.dequantize(dict(self.named_parameters()), self.dtype)
+
+    def members(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        """Some matrices of a stack by their indices, as dense() has them; no others are dequantised."""
+        if self.format == Dense():  # unbound: one gradient for the whole stack, not one stack of zeros for each matrix
+            whole = self.dense().unbind()
+            return {i: whole[i] for i in indices}
+        parts = dict(self.named_parameters())
+        return {
+            i: self.format.dequantize({name: part[i] for name, part in parts.items()}, self.dtype) for i in indices
+        }
 
     def extra_repr(self) -> str:
         return f"{list(self.shape)}, {self.format.name}"

@@ -80,6 +80,9 @@ def test_weight_holds_any_format(format: Format) -> None:
     weight.load_state_dict(format.quantize(stack()))
     assert torch.equal(weight.dense(), format.dequantize(format.quantize(stack()), torch.float32))
     assert format.name in repr(weight)
+    members = weight.members([2, 0])
+    assert members.keys() == {0, 2}
+    assert all(torch.equal(member, weight.dense()[i]) for i, member in members.items())
 
 
 @pytest.mark.parametrize("format", [NVFP4(), MXFP8()])
