@@ -36,9 +36,9 @@ from leyden.ops.reference import mamba as _mamba
 from leyden.ops.reference import moe as _moe
 from leyden.ops.reference import norm as _norm
 from leyden.ops.reference import sample as _sample
-from leyden.ops.registry import Op, using
+from leyden.ops.registry import Op, using, watching
 
-__all__ = ["Op", "using"]
+__all__ = ["Op", "using", "watching"]
 
 embed = Op(_linear.embed)
 rms_norm = Op(_norm.rms_norm)
