@@ -8,7 +8,7 @@ means zeros before and nothing after. Rows with slot 0 are padding: their result
     embed(tokens[T], weight: Weight[V,H]) -> [T,H]
     rms_norm(x[T,H], weight[H], eps) -> [T,H]                        fp32 inside, weight in fp32, rounded once
     add_rms_norm(x[T,H], residual[T,H], weight[H], eps) -> ([T,H], [T,H])    (norm of the sum, the sum)
-    linear(x[T,K], weight: Weight[N,K]) -> [T,N]
+    linear(x[T,K], weight: Weight[N,K], dtype=None) -> [T,N]         in dtype, if not that of x
     mlp(x[T,K], up: Weight[I,K], down: Weight[N,I]) -> [T,N]         down(relu(up x)^2)
     route(x[T,H], gate[E,H], bias[E], k, groups, kept, normalize, scale) -> (ids[T,k] int64, weights[T,k] fp32)
     experts(x[T,K], ids[T,k], weights[T,k], up: Weight[E,I,K], down: Weight[E,N,I]) -> [T,N]
@@ -39,9 +39,9 @@ from leyden.ops.reference import mamba as _mamba
 from leyden.ops.reference import moe as _moe
 from leyden.ops.reference import norm as _norm
 from leyden.ops.reference import sample as _sample
-from leyden.ops.registry import Op, using, watching
+from leyden.ops.registry import Op, forced, using, watching
 
-__all__ = ["Op", "using", "watching"]
+__all__ = ["Op", "forced", "using", "watching"]
 
 embed = Op(_linear.embed)
 rms_norm = Op(_norm.rms_norm)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 # Device type, or a version that stands for all devices -> module that registers its kernels when imported.
-_BACKENDS = {"cuda": "leyden.ops.triton", "training": "leyden.ops.training"}
+_BACKENDS = {"cpu": "leyden.ops.cpu", "cuda": "leyden.ops.triton", "training": "leyden.ops.training"}
 _VERSIONS = ("reference", "training")
 _loaded: set[str] = set()
 _version: str | None = None
@@ -63,6 +63,11 @@ def _recorded(args: tuple[Any, ...]) -> bool:
         return False
     tensors = (t for a in args for t in (a.parameters() if isinstance(a, nn.Module) else (a,)))
     return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
+def forced() -> bool:
+    """Whether a using() block says which version of the ops runs."""
+    return _version is not None
 
 
 @contextmanager

@@ -108,9 +108,10 @@ def embed(tokens: Tensor, weight: Weight) -> Tensor:
     return out
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
+def linear(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """See ops.linear."""
-    return _product(x, weight.dense(), square=False)
+    out = _product(x, weight.dense(), square=False)
+    return out if dtype is None else out.to(dtype)
 
 
 def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
