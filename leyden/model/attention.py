@@ -19,6 +19,7 @@ class Attention(nn.Module):
         self.k_proj = Weight(config.num_key_value_heads * self.head_dim, hidden, dtype=dtype)
         self.v_proj = Weight(config.num_key_value_heads * self.head_dim, hidden, dtype=dtype)
         self.o_proj = Weight(hidden, config.num_attention_heads * self.head_dim, dtype=dtype)
+        self.k_scale = self.v_scale = 1.0  # of an fp8 cache, which holds k / k_scale
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         """x [T, H] -> [T, H]; the rows' keys and values go into their pages."""

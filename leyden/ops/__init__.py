@@ -20,6 +20,9 @@ means zeros before and nothing after. Rows with slot 0 are padding: their result
     gated_norm(y[T,I], z[T,I], weight[I], groups, eps) -> [T,I]      gate first, then RMSNorm of each group
     mamba_step(projected[R,I+C+heads], conv_weight[C,K], conv_bias[C]|None, A_log, D, dt_bias, dt_limit, norm_weight[I],
                groups, eps, conv_state, ssm_state, rows) -> [R,I]    rows of one token: the four steps above in one
+    mamba_verify(as mamba_step, but ring[S,W,C+heads] before rows) -> [T,I]    rows of up to W tokens; states untouched
+    mamba_replay(conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state, ring, slots[R],
+                 past[R], counts[R])    states move over the first tokens in the ring
     kv_write(k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows)
     attention(q[T,heads,dim], cache[2,pages,page,kv,dim], rows) -> [T,heads,dim]    causal, the rows' own keys included
     attention_packed(q[T,heads,dim], k[T,kv,dim], v[T,kv,dim], rows) -> [T,heads,dim]    the same without a cache
@@ -36,9 +39,9 @@ from leyden.ops.reference import mamba as _mamba
 from leyden.ops.reference import moe as _moe
 from leyden.ops.reference import norm as _norm
 from leyden.ops.reference import sample as _sample
-from leyden.ops.registry import Op, forced, using
+from leyden.ops.registry import Op, forced, using, watching
 
-__all__ = ["Op", "forced", "using"]
+__all__ = ["Op", "forced", "using", "watching"]
 
 embed = Op(_linear.embed)
 rms_norm = Op(_norm.rms_norm)
@@ -52,6 +55,8 @@ causal_conv = Op(_mamba.causal_conv)
 ssd_scan = Op(_mamba.ssd_scan)
 gated_norm = Op(_norm.gated_norm)
 mamba_step = Op(_mamba.mamba_step)
+mamba_verify = Op(_mamba.mamba_verify)
+mamba_replay = Op(_mamba.mamba_replay)
 kv_write = Op(_attention.kv_write)
 attention = Op(_attention.attention)
 attention_packed = Op(_attention.attention_packed)

@@ -13,10 +13,11 @@ _BACKENDS = {"cpu": "leyden.ops.cpu", "cuda": "leyden.ops.triton", "training": "
 _VERSIONS = ("reference", "training")
 _loaded: set[str] = set()
 _version: str | None = None
+_watchers: list[Callable[["Op", tuple[Any, ...]], None]] = []
 
 
 class Op:
-    """Callable that picks a kernel by the device of its first tensor and the format of its first weight.
+    """Callable that picks a kernel by the device of its first tensor and the format of its weights, if they share one.
 
     A (device, format) pair without a kernel runs the reference, which dequantises: right everywhere, fast where
     someone wrote a kernel. Kernels have no gradients, so the reference runs where one is asked for, too.
@@ -32,6 +33,8 @@ class Op:
         self._kernels[device, format] = kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for watch in _watchers:
+            watch(self, args)
         if _version == "reference" or (_version is None and _recorded(args)):
             return self.reference(*args, **kwargs)
         device = _version or _device(args)
@@ -50,7 +53,8 @@ def _device(args: tuple[Any, ...]) -> str:
 
 
 def _format(args: tuple[Any, ...]) -> str:
-    return next((a.format.name for a in args if hasattr(a, "format")), "dense")
+    names = {a.format.name for a in args if hasattr(a, "format")} or {"dense"}
+    return names.pop() if len(names) == 1 else "mixed"  # for which there are no kernels
 
 
 def _recorded(args: tuple[Any, ...]) -> bool:
@@ -80,3 +84,13 @@ def using(version: str) -> Iterator[None]:
         yield
     finally:
         _version = before
+
+
+@contextmanager
+def watching(watch: Callable[[Op, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Calls watch(op, arguments) before every op: calibration wants to see what the matrices are multiplied with."""
+    _watchers.append(watch)
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)
