@@ -36,7 +36,12 @@ if _native is not None:
     _native.run_program.restype = None
     if ctypes.c_int64.in_dll(_native, "has_f16").value:
         types[torch.float16] = 2
-    dot_bf16 = bool(ctypes.c_int64.in_dll(_native, "dot_bf16").value)
+
+
+def constant(name: str) -> int:
+    """A number that the kernels were built with."""
+    assert _native is not None
+    return ctypes.c_int64.in_dll(_native, name).value
 
 
 class Step(NamedTuple):
@@ -55,7 +60,7 @@ class Kernel:
     def __init__(self, name: str, layout: str):
         assert _native is not None
         address = ctypes.cast(getattr(_native, name), ctypes.c_void_p).value
-        words = ctypes.c_int64.in_dll(_native, f"{name}_bytes").value // 8
+        words = constant(f"{name}_bytes") // 8
         assert words == len(layout), f"{name} takes {words} arguments"
         self._head = (address, words)
         self._tensors = [i for i, letter in enumerate(layout) if letter == "t"]
