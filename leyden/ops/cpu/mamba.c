@@ -104,6 +104,9 @@ INLINE void scan_part(const Scan *a, int64_t r, int64_t head, int64_t p, const i
     if (a->rows.slots)
         state = (char *)a->state + (a->rows.slots[r] * a->heads * a->dim + first) * n * size_of(a->state_type);
     if (state && a->rows.past[r]) {
+        /* What comes next, most likely: memory is slow to find the beginning of a part. */
+        const char *next = (const char *)state + dims * n * size_of(a->state_type);
+        for (int64_t i = 0; i < dims * n * size_of(a->state_type); i += 64) __builtin_prefetch(next + i, 1);
         for (int64_t v = 0; v < vectors; v++)
             for (int64_t i = 0; i < LANES; i++)
                 store(i < dims ? load(state, i * n + v * LANES, (i + 1) * n, a->state_type) : (vec){}, S[v][i], 0, LANES,
