@@ -202,24 +202,18 @@ class Service:
             for index, seed in enumerate(seeds)
         ]
 
-    async def generate(self, body: Body, requests: Sequence[Request]) -> Stream:
-        """Submit; RequestError or EngineDead if they are not taken."""
+    async def generate(self, body: Body, choices: Sequence[Choice]) -> "Run":
+        """Submit the requests of the choices; RequestError or EngineDead if they are not taken."""
         # Nobody looks at an answer that is sent whole before its end, unless a stop string may end it early.
-        whole = not body.stream and not requests[0].params.stop
+        whole = not body.stream and not choices[0].request.params.stop
         interval = self.max_model_len if whole else body.stream_interval or self.config.stream_interval
-        return await self.client.generate(*requests, interval=interval)
+        stream = await self.client.generate(*(choice.request for choice in choices), interval=interval)
+        return Run(self, stream, choices)
 
-    def advance(self, stream: Stream, choices: Mapping[str, Choice], delta: Delta) -> tuple[Choice, Step]:
-        """Give a delta to the choice it is of (`choices` by request id); a choice that is over leaves the engine."""
-        choice = choices[delta.request_id]
-        step = choice.advance(delta)
-        if choice.finish_reason is not None:
-            if delta.finish_reason is None:
-                stream.drop(delta.request_id)
-            if self.config.enable_log_requests and self.config.enable_log_outputs:
-                text = self.tokenizer.decode(choice.token_ids)[: self.config.max_log_len]
-                logger.info("%s: answer %r", delta.request_id, text)
-        return choice, step
+    def log_answer(self, choice: Choice) -> None:
+        if self.config.enable_log_requests and self.config.enable_log_outputs:
+            text = self.tokenizer.decode(choice.token_ids)[: self.config.max_log_len]
+            logger.info("%s: answer %r", choice.request.id, text)
 
     def usage_options(self, body: Body) -> tuple[bool, bool]:
         """Whether a stream ends with its usage, and whether every chunk carries the usage so far."""
@@ -254,6 +248,37 @@ class Service:
         size = int(self.client.facts["vocab_size"])
         if ids and (wrong := next((id for id in ids if not 0 <= id < size), None)) is not None:
             raise RequestError(f"{name}: token ids must be in [0, {size}), got {wrong}", name)
+
+
+class Run:
+    """The choices of one answer while the engine works on them: an async iterator of (choice, what it got).
+
+    A choice that is over leaves the engine; leaving the `with` block early aborts the others.
+    """
+
+    def __init__(self, service: Service, stream: Stream, choices: Sequence[Choice]):
+        self._service = service
+        self._stream = stream
+        self._choices = {choice.request.id: choice for choice in choices}
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stream.__exit__()
+
+    def __aiter__(self) -> "Run":
+        return self
+
+    async def __anext__(self) -> tuple[Choice, Step]:
+        delta = await anext(self._stream)
+        choice = self._choices[delta.request_id]
+        step = choice.advance(delta)
+        if choice.finish_reason is not None:
+            if delta.finish_reason is None:
+                self._stream.drop(delta.request_id)
+            self._service.log_answer(choice)
+        return choice, step
 
 
 def fingerprint(config: ServerConfig, facts: Mapping[str, Any]) -> str | None:
