@@ -17,6 +17,7 @@ import uvicorn
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -24,7 +25,7 @@ from starlette.responses import Response
 from leyden import __version__, log
 from leyden.config.server import ServerConfig
 from leyden.errors import ConfigError, EngineDead, Overloaded, RequestError
-from leyden.server import chat, completions
+from leyden.server import chat, completions, tokens
 from leyden.server.client import EngineClient
 from leyden.server.gate import Gate
 from leyden.server.parsers import REASONING_PARSERS, TOOL_PARSERS
@@ -100,6 +101,7 @@ def build(
     app.state.running = 0
     _add_errors(app, config)
     _add_generation(app, service)
+    _add_tokens(app, service)
     _add_models(app, service)
     _add_health(app, service)
     hosts = config.allowed_hosts or ((*_LOOPBACK_NAMES, config.host) if config.local and not config.uds else ())
@@ -162,7 +164,8 @@ def _add_errors(app: fastapi.FastAPI, config: ServerConfig) -> None:
         return json_response(body, body["error"]["code"], headers)
 
     @app.exception_handler(RequestValidationError)
-    async def malformed(request: Request, error: RequestValidationError) -> Response:
+    @app.exception_handler(ValidationError)
+    async def malformed(request: Request, error: RequestValidationError | ValidationError) -> Response:
         return await known(request, invalid(error.errors()))
 
     @app.exception_handler(HTTPException)
@@ -201,6 +204,34 @@ def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
     @app.post("/v1/completions", response_model=None, responses=responses(Completion))
     async def text_completions(body: CompletionRequest, http: Request) -> Response:
         return await completions.create(service, body, http)
+
+    @app.post("/invocations", response_model=None, responses=responses(ChatCompletion))
+    async def invocations(body: dict[str, Any], http: Request) -> Response:
+        """The one route of a SageMaker container: a chat or a completion request."""
+        if "messages" in body:
+            return await chat.create(service, ChatRequest.model_validate(body), http)
+        return await completions.create(service, CompletionRequest.model_validate(body), http)
+
+
+def _add_tokens(app: fastapi.FastAPI, service: Service) -> None:
+    def responses(whole: Any) -> dict[int | str, dict[str, Any]]:
+        return {200: {"model": whole}, **_ERRORS}
+
+    @app.post("/tokenize", response_model=None, responses=responses(tokens.Tokenized))
+    async def tokenize(body: tokens.TokenizeRequest) -> Response:
+        return await tokens.tokenize(service, body)
+
+    @app.post("/detokenize", response_model=None, responses=responses(tokens.Detokenized))
+    async def detokenize(body: tokens.DetokenizeRequest) -> Response:
+        return await tokens.detokenize(service, body)
+
+    @app.post("/v1/chat/completions/render", response_model=None, responses=responses(tokens.Rendered))
+    async def render_chat(body: ChatRequest) -> Response:
+        return await tokens.render_chat(service, body)
+
+    @app.post("/v1/completions/render", response_model=None, responses=responses(list[tokens.Rendered]))
+    async def render_completion(body: CompletionRequest) -> Response:
+        return await tokens.render_completion(service, body)
 
 
 def _add_models(app: fastapi.FastAPI, service: Service) -> None:

@@ -5,7 +5,7 @@ No template and no parsing: special tokens in the text of a prompt are special, 
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -24,7 +24,8 @@ async def create(service: Service, body: CompletionRequest, http: HttpRequest) -
     model = service.check_model(body.model)
     response_id = service.response_id("cmpl", body, http)
     requests: list[Request] = []
-    for prompt in await asyncio.to_thread(_encode, service, body):
+    for ids in await encode(service, body.prompts, body.add_special_tokens):
+        prompt = service.truncate(ids, body)
         requests += service.requests(response_id, body, prompt, _params(service, body, prompt))
     answer = _Answer(service, body, response_id, model, requests)
     if body.stream:
@@ -34,16 +35,22 @@ async def create(service: Service, body: CompletionRequest, http: HttpRequest) -
     return json_response(whole, headers=service.headers(body))
 
 
-def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
-    """Ids of every prompt; raises RequestError for an empty one or for an id outside the vocabulary."""
-    prompts = []
-    for prompt in body.prompts:
-        if isinstance(prompt, str):
-            prompt = service.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
-        else:
-            service.check_vocabulary("prompt", prompt)
-        prompts.append(service.truncate(prompt, body))
-    return prompts
+async def encode(
+    service: Service, prompts: Sequence[str] | Sequence[list[int]], add_special_tokens: bool
+) -> list[list[int]]:
+    """Token ids of texts, or of ids; raises RequestError for an id outside the vocabulary."""
+
+    def encode_all() -> list[list[int]]:
+        found = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                prompt = service.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            else:
+                service.check_vocabulary("prompt", prompt)
+            found.append(prompt)
+        return found
+
+    return await asyncio.to_thread(encode_all)
 
 
 def _params(service: Service, body: CompletionRequest, prompt: list[int]) -> SamplingParams:
