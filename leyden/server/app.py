@@ -25,30 +25,18 @@ from starlette.responses import Response
 from leyden import __version__, log
 from leyden.config.server import ServerConfig
 from leyden.errors import ConfigError, EngineDead, Overloaded, RequestError
-from leyden.server import chat, completions, tokens
+from leyden.server import routes
 from leyden.server.client import EngineClient
 from leyden.server.gate import Gate
 from leyden.server.parsers import REASONING_PARSERS, TOOL_PARSERS
-from leyden.server.protocol import (
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    ErrorBody,
-    ModelCard,
-    ModelList,
-    decode,
-    error_body,
-    invalid,
-)
+from leyden.server.protocol import decode, error_body, invalid
 from leyden.server.service import Service, fingerprint
-from leyden.server.streaming import failure, json_response
+from leyden.server.streaming import error_response, failure
 from leyden.text.template import ChatTemplate
 from leyden.text.tokenizer import Tokenizer
 
 logger = log.get(__name__)
 
-VLLM_COMPAT = "0.27.1"  # the version of vLLM whose interface this is
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _CLOSED = 499  # the status nginx logs for a client that went away; nobody receives it
 
@@ -100,10 +88,7 @@ def build(
     app.router.route_class = _JsonRoute
     app.state.running = 0
     _add_errors(app, config)
-    _add_generation(app, service)
-    _add_tokens(app, service)
-    _add_models(app, service)
-    _add_health(app, service)
+    routes.add(app, service)
     hosts = config.allowed_hosts or ((*_LOOPBACK_NAMES, config.host) if config.local and not config.uds else ())
     app.add_middleware(
         Gate, keys=config.api_key, hosts=hosts, max_body_bytes=config.max_body_bytes, root_path=config.root_path
@@ -152,16 +137,15 @@ def _add_errors(app: fastapi.FastAPI, config: ServerConfig) -> None:
 
     @app.exception_handler(RequestError)
     @app.exception_handler(EngineDead)
-    async def known(_: Request, error: Exception) -> Response:
+    async def known(request: Request, error: Exception) -> Response:
         if config.log_error_stack:
             logger.error("request failed", exc_info=error)
-        body = failure(error)
         headers = {}
         if isinstance(error, Overloaded):
             headers["Retry-After"] = str(error.retry_after)
         elif isinstance(error, EngineDead):
             headers["Retry-After"] = "5"
-        return json_response(body, body["error"]["code"], headers)
+        return error_response(_path(request), failure(error), headers)
 
     @app.exception_handler(RequestValidationError)
     @app.exception_handler(ValidationError)
@@ -172,7 +156,7 @@ def _add_errors(app: fastapi.FastAPI, config: ServerConfig) -> None:
     async def unrouted(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase.lower()}"
         headers = dict(error.headers or {})
-        return json_response(error_body(error.status_code, message), error.status_code, headers)
+        return error_response(_path(request), error_body(error.status_code, message), headers)
 
     @app.exception_handler(RecursionError)
     async def too_deep(request: Request, _: Exception) -> Response:
@@ -183,109 +167,14 @@ def _add_errors(app: fastapi.FastAPI, config: ServerConfig) -> None:
         return Response(status_code=_CLOSED)
 
     @app.exception_handler(Exception)
-    async def unknown(_: Request, error: Exception) -> Response:
-        return json_response(failure(error), 500)  # the server logs it with its traceback
+    async def unknown(request: Request, error: Exception) -> Response:
+        return error_response(_path(request), failure(error))  # the server logs it with its traceback
 
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": HTTPStatus(status).phrase} for status in (400, 401, 404, 413, 500, 503)
-}
-
-
-def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
-    def responses(whole: type) -> dict[int | str, dict[str, Any]]:
-        stream = {"text/event-stream": {"schema": {"type": "string"}}}
-        return {200: {"model": whole, "content": stream}, **_ERRORS}
-
-    @app.post("/v1/chat/completions", response_model=None, responses=responses(ChatCompletion))
-    async def chat_completions(body: ChatRequest, http: Request) -> Response:
-        return await chat.create(service, body, http)
-
-    @app.post("/v1/completions", response_model=None, responses=responses(Completion))
-    async def text_completions(body: CompletionRequest, http: Request) -> Response:
-        return await completions.create(service, body, http)
-
-    @app.post("/invocations", response_model=None, responses=responses(ChatCompletion))
-    async def invocations(body: dict[str, Any], http: Request) -> Response:
-        """The one route of a SageMaker container: a chat or a completion request."""
-        if "messages" in body:
-            return await chat.create(service, ChatRequest.model_validate(body), http)
-        return await completions.create(service, CompletionRequest.model_validate(body), http)
-
-
-def _add_tokens(app: fastapi.FastAPI, service: Service) -> None:
-    def responses(whole: Any) -> dict[int | str, dict[str, Any]]:
-        return {200: {"model": whole}, **_ERRORS}
-
-    @app.post("/tokenize", response_model=None, responses=responses(tokens.Tokenized))
-    async def tokenize(body: tokens.TokenizeRequest) -> Response:
-        return await tokens.tokenize(service, body)
-
-    @app.post("/detokenize", response_model=None, responses=responses(tokens.Detokenized))
-    async def detokenize(body: tokens.DetokenizeRequest) -> Response:
-        return await tokens.detokenize(service, body)
-
-    @app.post("/v1/chat/completions/render", response_model=None, responses=responses(tokens.Rendered))
-    async def render_chat(body: ChatRequest) -> Response:
-        return await tokens.render_chat(service, body)
-
-    @app.post("/v1/completions/render", response_model=None, responses=responses(list[tokens.Rendered]))
-    async def render_completion(body: CompletionRequest) -> Response:
-        return await tokens.render_completion(service, body)
-
-
-def _add_models(app: fastapi.FastAPI, service: Service) -> None:
-    def card(name: str) -> ModelCard:
-        permission = {
-            "id": f"modelperm-{name}",
-            "object": "model_permission",
-            "created": service.created,
-            "allow_create_engine": False,
-            "allow_sampling": True,
-            "allow_logprobs": True,
-            "allow_search_indices": False,
-            "allow_view": True,
-            "allow_fine_tuning": False,
-            "organization": "*",
-            "group": None,
-            "is_blocking": False,
-        }
-        return {
-            "id": name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "vllm",  # clients choose their dialect by it
-            "root": service.root,
-            "parent": None,
-            "max_model_len": service.max_model_len,
-            "permission": [permission],
-        }
-
-    @app.get("/v1/models", response_model=None, responses={200: {"model": ModelList}})
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [card(name) for name in service.names]})
-
-    @app.get("/v1/models/{name:path}", response_model=None, responses={200: {"model": ModelCard}, 404: _ERRORS[404]})
-    async def model_card(name: str) -> Response:
-        if not name:
-            raise HTTPException(404)
-        return json_response(card(service.check_model(name)))
-
-
-def _add_health(app: fastapi.FastAPI, service: Service) -> None:
-    @app.get("/health", response_model=None)
-    @app.get("/ping", response_model=None)
-    @app.post("/ping", response_model=None)
-    async def health() -> Response:
-        return Response(status_code=200 if service.client.alive else 503)
-
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__, "vllm_compat": VLLM_COMPAT}
-
-    @app.get("/load")
-    async def load() -> dict[str, int]:
-        return {"server_load": app.state.running if service.config.enable_server_load_tracking else 0}
+def _path(request: Request) -> str:
+    """The path as the routes have it, without what a proxy put before it."""
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", ""))
 
 
 class _Server(uvicorn.Server):

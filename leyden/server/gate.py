@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from leyden.errors import RequestError
 from leyden.server.protocol import error_body
 from leyden.server.service import REQUEST_ID
-from leyden.server.streaming import json_response
+from leyden.server.streaming import error_response
 
 OPEN = ("/health", "/ping", "/version")
 MAX_HEADERS = 128
@@ -64,7 +64,8 @@ class Gate:
                 self._check(scope, headers)
             except RequestError as error:
                 extra = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-                response = json_response(error_body(error.status, error.message), error.status, extra)
+                path = scope["path"].removeprefix(self._root_path)
+                response = error_response(path, error_body(error.status, error.message), extra)
                 await response(scope, receive, labelled)
                 return
             await self._app(scope, counted, labelled)

@@ -46,8 +46,8 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class Generation(BaseModel):
-    """The fields that every generating endpoint shares. None means: the default of the model or of the server."""
+class Sampling(BaseModel):
+    """The fields of every request that generates. None means: the default of the model or of the server."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -64,8 +64,6 @@ class Generation(BaseModel):
     allowed_token_ids: list[int] | None = None
     seed: int | None = Field(None, description="-1: none")
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = None
     min_tokens: int = 0
     stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
     stop_token_ids: list[int] | None = None
@@ -74,8 +72,24 @@ class Generation(BaseModel):
     skip_special_tokens: bool = True
 
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
     stream_interval: int | None = Field(None, ge=1, description="tokens of one chunk")
+
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    priority: int = 0
+    request_id: str | None = None
+
+    def shared(self) -> dict[str, Any]:
+        """The fields of this class that the client has set, for another kind of request."""
+        return self.model_dump(include=set(Sampling.model_fields), exclude_unset=True)
+
+
+class Generation(Sampling):
+    """The fields of chat completions and completions."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = None
+
+    stream_options: StreamOptions | None = None
 
     prompt_logprobs: int | None = Field(None, ge=-1)
     return_token_ids: bool | None = None
@@ -84,9 +98,6 @@ class Generation(BaseModel):
 
     truncate_prompt_tokens: int | None = Field(None, ge=-1, description="-1: to what the context holds")
     truncation_side: Literal["left", "right"] = "left"
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    priority: int = 0
-    request_id: str | None = None
 
     response_format: dict[str, Any] | None = None
     thinking_token_budget: StrictInt | None = Field(None, ge=-1)
@@ -380,6 +391,30 @@ _TYPES = {
 def error_body(status: int, message: str, param: str | None = None) -> ErrorBody:
     kind = _TYPES.get(status, "InternalServerError")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+class AnthropicErrorDetail(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicError(TypedDict):
+    type: str
+    error: AnthropicErrorDetail
+
+
+def anthropic_error(status: int, message: str) -> AnthropicError:
+    kind = "api_error" if status >= 500 else _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def decode(body: bytes) -> dict[str, Any]:

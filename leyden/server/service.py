@@ -202,13 +202,16 @@ class Service:
             for index, seed in enumerate(seeds)
         ]
 
-    async def generate(self, body: Body, choices: Sequence[Choice]) -> "Run":
-        """Submit the requests of the choices; RequestError or EngineDead if they are not taken."""
+    async def generate(self, body: Body, choices: Sequence[Choice], single: bool = False) -> "Run":
+        """Submit the requests of the choices; RequestError or EngineDead if they are not taken.
+
+        `single`: the run brings one token at a time.
+        """
         # Nobody looks at an answer that is sent whole before its end, unless a stop string may end it early.
         whole = not body.stream and not choices[0].request.params.stop
         interval = self.max_model_len if whole else body.stream_interval or self.config.stream_interval
         stream = await self.client.generate(*(choice.request for choice in choices), interval=interval)
-        return Run(self, stream, choices)
+        return Run(self, stream, choices, single)
 
     def log_answer(self, choice: Choice) -> None:
         if self.config.enable_log_requests and self.config.enable_log_outputs:
@@ -256,9 +259,11 @@ class Run:
     A choice that is over leaves the engine; leaving the `with` block early aborts the others.
     """
 
-    def __init__(self, service: Service, stream: Stream, choices: Sequence[Choice]):
+    def __init__(self, service: Service, stream: Stream, choices: Sequence[Choice], single: bool = False):
         self._service = service
         self._stream = stream
+        self._single = single
+        self._cut: list[Delta] = []  # single tokens that have come, the next one last
         self._choices = {choice.request.id: choice for choice in choices}
 
     def __enter__(self) -> "Run":
@@ -271,14 +276,32 @@ class Run:
         return self
 
     async def __anext__(self) -> tuple[Choice, Step]:
-        delta = await anext(self._stream)
+        delta = self._cut.pop() if self._cut else await anext(self._stream)
+        if self._single and len(delta.token_ids) > 1:
+            self._cut = cut(delta)[::-1]
+            delta = self._cut.pop()
         choice = self._choices[delta.request_id]
         step = choice.advance(delta)
         if choice.finish_reason is not None:
             if delta.finish_reason is None:
                 self._stream.drop(delta.request_id)
+                self._cut = []
             self._service.log_answer(choice)
         return choice, step
+
+
+def cut(delta: Delta) -> list[Delta]:
+    """A delta as deltas of one token each."""
+    last = len(delta.token_ids) - 1
+    first = replace(delta, token_ids=delta.token_ids[:1], logprobs=delta.logprobs and delta.logprobs[:1])
+    first.finish_reason = first.stop_reason = first.error = None
+    rest = [
+        Delta(request_id=delta.request_id, token_ids=[id], logprobs=delta.logprobs and [delta.logprobs[index]])
+        for index, id in enumerate(delta.token_ids[1:], 1)
+    ]
+    final = rest[-1] if last else first
+    final.finish_reason, final.stop_reason, final.error = delta.finish_reason, delta.stop_reason, delta.error
+    return [first, *rest]
 
 
 def fingerprint(config: ServerConfig, facts: Mapping[str, Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""Prompts without answers: /tokenize, /detokenize, the render routes, and the route that takes either kind of request."""
+"""Prompts without answers: /tokenize, /detokenize, the render routes, and the one that takes both kinds."""
 
 import json
 
