@@ -22,7 +22,7 @@ from leyden.types import Request, SamplingParams, TokenLogprobs
 async def create(service: Service, body: CompletionRequest, http: HttpRequest) -> Response:
     body.check()
     model = service.check_model(body.model)
-    response_id = service.response_id("cmpl", body, http)
+    response_id = service.response_id("cmpl-", body, http)
     requests: list[Request] = []
     for ids in await encode(service, body.prompts, body.add_special_tokens):
         prompt = service.truncate(ids, body)

@@ -53,7 +53,7 @@ async def create(service: Service, body: MessagesRequest, http: HttpRequest) -> 
     model = service.check_model(body.model)
     chat = body.chat()
     chat.check()
-    response_id = service.response_id("msg", chat, http)
+    response_id = service.response_id("msg_", chat, http)
     try:
         (only,) = await turn.begin(service, chat, response_id)
     except RequestError as error:
@@ -100,6 +100,8 @@ class _Answer:
             async for _ in self._changes(run):
                 pass
         blocks = [_block(part) for part in self._parts.all if part.complete]
+        if all(block["type"] == "thinking" for block in blocks):
+            blocks.append({"type": "text", "text": ""})
         answer: Any = {**self._head, "content": blocks, **self._stop(), "usage": self._usage()}
         found: AnthropicAnswer = answer
         return found

@@ -17,6 +17,7 @@ from typing_extensions import TypedDict
 from leyden.errors import RequestError
 from leyden.server import logprobs, turn
 from leyden.server.items import InputTokensRequest, ResponsesRequest, Tools, encrypted, renamed
+from leyden.server.parsers import SPECIAL
 from leyden.server.parts import Change, Closed, Grown, Opened, Part, Parts
 from leyden.server.protocol import ChatRequest
 from leyden.server.service import Run, Service
@@ -69,7 +70,7 @@ async def create(service: Service, body: ResponsesRequest, http: HttpRequest) ->
         tools = Tools(body.tools)
         chat = body.chat(tools)
         chat.check()
-        response_id = service.response_id("resp", chat, http)
+        response_id = service.response_id("resp_", chat, http)
         (only,) = await turn.begin(service, chat, response_id)
         answer = _Answer(service, body, chat, response_id, model, only, tools)
         if body.stream:
@@ -124,6 +125,7 @@ class _Answer:
         self._items: list[dict[str, Any]] = []  # complete ones
         self._ids: dict[Part, str] = {}
         self._sequence = 0
+        self._markup = frozenset(service.tokenizer.id_of(text) for text in SPECIAL)
         self._names = logprobs.Names(service.tokenizer, service.config.return_tokens_as_token_ids)
 
     async def run(self) -> Run:
@@ -158,7 +160,8 @@ class _Answer:
 
     async def _changes(self, run: Run) -> AsyncGenerator[list[Change], None]:
         async for choice, step in run:
-            changes = self._parts.read(self._turn.read(step), step.logprobs)
+            tokens = [token for token in step.logprobs if token.token_id not in self._markup]
+            changes = self._parts.read(self._turn.read(step), tokens)
             if choice.finish_reason is not None:
                 changes += self._parts.finish()
             yield changes
@@ -180,7 +183,8 @@ class _Answer:
                 case Grown(part, text, found):
                     yield from self._grown(part, self._place(part), text, found)
                 case Closed(part):
-                    item = self._item(part, self._status if part.kind == "text" else "completed")
+                    last = part.kind == "text" and part is self._parts.all[-1]
+                    item = self._item(part, self._status if last else "completed")
                     yield from self._closed(part, self._place(part), item)
                     self._items.append(item)
                     yield {"type": "response.output_item.done", "output_index": part.index, "item": item}

@@ -149,7 +149,7 @@ def _add_models(app: fastapi.FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", **_whole(ModelList))
     async def models() -> Response:
-        return json_response({"object": "list", "data": [card(name) for name in service.names]})
+        return json_response({"object": "list", "data": [card(name) for name in service.names if name != "*"]})
 
     @app.get("/v1/models/{name:path}", **_whole(ModelCard))
     async def model_card(name: str) -> Response:

@@ -105,7 +105,7 @@ class Service:
 
     defaults    sampling values of the checkpoint's generation_config.json, by the names of SamplingParams; max_tokens
                 caps what a request may ask for, stop_token_ids are added to the request's
-    names       what clients may call the model; the first one is written into answers
+    names       what clients may call the model, "*" for anything; the first one is that of those who do not say
     root        where the model came from, for its card
     """
 
@@ -130,7 +130,7 @@ class Service:
         return {} if self.fingerprint is None else {"system_fingerprint": self.fingerprint}
 
     def check_model(self, name: str | None) -> str:
-        if name and name not in self.names:
+        if name and name not in self.names and "*" not in self.names:
             there = ", ".join(self.names)
             raise RequestError(f"the model {name!r} does not exist; this server has {there}", "model", 404)
         return name or self.names[0]
@@ -138,7 +138,7 @@ class Service:
     def response_id(self, prefix: str, body: Body, http: HttpRequest) -> str:
         """The id in the body if it is a sane one, else that of the X-Request-Id header, which always has one."""
         given = body.request_id or ""
-        return f"{prefix}-{given if REQUEST_ID.fullmatch(given) else http.state.request_id}"
+        return f"{prefix}{given if REQUEST_ID.fullmatch(given) else http.state.request_id}"
 
     def truncate(self, prompt: list[int], body: Body) -> list[int]:
         """truncate_prompt_tokens: keep the end of the prompt, or its beginning if the side to cut is the right one."""
