@@ -288,6 +288,7 @@ def merge(held: Delta, delta: Delta) -> None:
     if delta.prompt_logprobs is not None:
         held.prompt_logprobs = delta.prompt_logprobs
     held.cached_tokens = max(held.cached_tokens, delta.cached_tokens)
+    held.queued = max(held.queued, delta.queued)
     held.finish_reason, held.stop_reason, held.error = delta.finish_reason, delta.stop_reason, delta.error
 
 

@@ -15,6 +15,7 @@ It generates nothing and knows no model: tokens, counts, limits and log-probabil
 """
 
 import argparse
+import bisect
 import contextlib
 import itertools
 import json
@@ -39,7 +40,7 @@ from leyden.server.client import EngineClient, InThread
 from leyden.testing import tokenizer as testing_tokenizer
 from leyden.text.template import ChatTemplate
 from leyden.text.tokenizer import Tokenizer
-from leyden.types import Delta, EngineStats, Request, TokenLogprobs
+from leyden.types import STEP_SIZES, Delta, EngineStats, Request, TokenLogprobs
 
 _USER_TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
 _NEXT_BEST = 21  # the second most likely token is always this many ids further on
@@ -96,6 +97,7 @@ class ScriptedEngine:
             "model": "scripted",
             "device": "none",
             "max_model_len": self.max_model_len,
+            "max_num_seqs": 256,
             "max_logprobs": 20,
             "vocab_size": self._tokenizer.vocab_size,
         }
@@ -116,6 +118,8 @@ class ScriptedEngine:
     def step(self) -> list[Delta]:
         time.sleep(self._step_seconds)
         self._stats.steps += 1
+        self._stats.step_tokens += len(self._running)
+        self._stats.step_sizes[bisect.bisect_left(STEP_SIZES, len(self._running))] += 1
         deltas = [self._advance(running) for running in list(self._running.values())]
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -158,6 +162,8 @@ class ScriptedEngine:
         delta = Delta(request_id=running.request.id)
         if running.generated == 0:
             delta.cached_tokens = running.case.cached_tokens
+            delta.queued = time.monotonic() - running.request.arrival
+            self._stats.cached_tokens += delta.cached_tokens
             if params.prompt_logprobs is not None:
                 delta.prompt_logprobs = self._prompt_logprobs(running.request.prompt, params.prompt_logprobs)
         step = next(running.steps, None)
