@@ -34,6 +34,9 @@ class ServerConfig:
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
     max_body_bytes: int = 64 << 20
+    max_queued_requests: int | None = None  # beyond those that run; more are refused (429). None: no limit
+    request_timeout: float = 0.0  # seconds that an answer may take; 0: no limit
+    metrics_auth: bool = False  # /metrics needs a key too
 
     # what it serves
     served_model_name: tuple[str, ...] = ()  # the first one is the name in answers; empty: the model as it was given
@@ -49,6 +52,7 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     enable_server_load_tracking: bool = False
+    enable_per_request_metrics: bool = False
     fingerprint_mode: str = "full"
     fingerprint_value: str | None = None
     stream_interval: int = 1  # tokens of one stream chunk; the first and the last chunk never wait
@@ -60,6 +64,7 @@ class ServerConfig:
     enable_log_outputs: bool = False
     max_log_len: int | None = None  # characters of a prompt or an answer
     log_error_stack: bool = False
+    disable_log_stats: bool = False  # no line about the engine every ten seconds
     uvicorn_log_level: str = "info"
     disable_uvicorn_access_log: bool = False
     disable_access_log_for_endpoints: tuple[str, ...] = ()
@@ -75,8 +80,12 @@ class ServerConfig:
             ("shutdown_timeout", 0, None),
             ("ping_interval", 0, None),
             ("max_body_bytes", 1, None),
+            ("max_queued_requests", 0, None),
+            ("request_timeout", 0, None),
         ):
             value = getattr(self, name)
+            if value is None:
+                continue
             if value < low or (high is not None and value > high):
                 wanted = f"at least {low}" if high is None else f"between {low} and {high}"
                 raise ConfigError(f"--{_flag(name)} must be {wanted}, got {value}")

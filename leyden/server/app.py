@@ -6,7 +6,6 @@ serve    uvicorn around it, until it is told to stop or the engine is gone
 
 import asyncio
 import contextlib
-import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from http import HTTPStatus
@@ -27,7 +26,8 @@ from leyden.config.server import ServerConfig
 from leyden.errors import ConfigError, EngineDead, Overloaded, RequestError
 from leyden.server import routes
 from leyden.server.client import EngineClient
-from leyden.server.gate import Gate
+from leyden.server.gate import CLOSED, OPEN, Gate
+from leyden.server.metrics import EngineNumbers, Metrics, report
 from leyden.server.parsers import REASONING_PARSERS, TOOL_PARSERS
 from leyden.server.protocol import decode, error_body, invalid
 from leyden.server.service import Service, fingerprint
@@ -38,7 +38,6 @@ from leyden.text.tokenizer import Tokenizer
 logger = log.get(__name__)
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-_CLOSED = 499  # the status nginx logs for a client that went away; nobody receives it
 
 
 def build(
@@ -61,13 +60,17 @@ def build(
         if getattr(config, name) not in accepted:
             names = ", ".join(sorted(filter(None, accepted)))
             raise ConfigError(f"--{name.replace('_', '-')} must be one of {names}, got {getattr(config, name)!r}")
+    served = config.served_model_name or (model,)
+    metrics = Metrics(served[0], int(client.facts["max_model_len"]))
+    numbers = EngineNumbers(client, metrics)
     service = Service(
         config=config,
         client=client,
         tokenizer=tokenizer,
         template=template,
+        metrics=metrics,
         defaults=defaults or {},
-        names=config.served_model_name or (model,),
+        names=served,
         root=model,
         fingerprint=fingerprint(config, client.facts),
     )
@@ -75,7 +78,10 @@ def build(
     @contextlib.asynccontextmanager
     async def lifespan(_: fastapi.FastAPI) -> AsyncIterator[None]:
         client.open()
+        lines = None if config.disable_log_stats else asyncio.ensure_future(report(numbers))
         yield
+        if lines is not None:
+            lines.cancel()
         await client.close()
 
     app = fastapi.FastAPI(
@@ -88,10 +94,18 @@ def build(
     app.router.route_class = _JsonRoute
     app.state.running = 0
     _add_errors(app, config)
-    routes.add(app, service)
+    routes.add(app, service, numbers)
     hosts = config.allowed_hosts or ((*_LOOPBACK_NAMES, config.host) if config.local and not config.uds else ())
+    logged = not config.disable_uvicorn_access_log and config.uvicorn_log_level in ("trace", "debug", "info")
     app.add_middleware(
-        Gate, keys=config.api_key, hosts=hosts, max_body_bytes=config.max_body_bytes, root_path=config.root_path
+        Gate,
+        metrics=metrics,
+        keys=config.api_key,
+        open=OPEN if config.metrics_auth else (*OPEN, "/metrics"),
+        hosts=hosts,
+        max_body_bytes=config.max_body_bytes,
+        root_path=config.root_path,
+        quiet=config.disable_access_log_for_endpoints if logged else None,
     )
     if config.allowed_origins:  # outermost: a refusal needs the headers too, or the browser hides it from the page
         app.add_middleware(
@@ -164,7 +178,7 @@ def _add_errors(app: fastapi.FastAPI, config: ServerConfig) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, error: Exception) -> Response:
-        return Response(status_code=_CLOSED)
+        return Response(status_code=CLOSED)
 
     @app.exception_handler(Exception)
     async def unknown(request: Request, error: Exception) -> Response:
@@ -190,18 +204,6 @@ class _Server(uvicorn.Server):
             loop.remove_signal_handler(sig)
 
 
-class _Quiet(logging.Filter):
-    """Leaves paths out of the access log."""
-
-    def __init__(self, paths: tuple[str, ...]):
-        super().__init__()
-        self._paths = paths
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        path = str(record.args[2]) if isinstance(record.args, tuple) and len(record.args) > 2 else ""
-        return path.partition("?")[0] not in self._paths
-
-
 def serve(app: fastapi.FastAPI, config: ServerConfig, client: EngineClient) -> int:
     """Run until SIGINT or SIGTERM (exit code 0) or until the engine is gone (1).
 
@@ -219,12 +221,10 @@ def serve(app: fastapi.FastAPI, config: ServerConfig, client: EngineClient) -> i
         ssl_ciphers=config.ssl_ciphers or "TLSv1",
         log_config=None,  # leyden.log has set up logging
         log_level=config.uvicorn_log_level,
-        access_log=not config.disable_uvicorn_access_log,
+        access_log=False,  # the gate writes it
         timeout_graceful_shutdown=config.shutdown_timeout or 1,  # with 0 uvicorn reports requests that had just ended
         server_header=False,
     )
-    if config.disable_access_log_for_endpoints:
-        logging.getLogger("uvicorn.access").addFilter(_Quiet(config.disable_access_log_for_endpoints))
     if not config.local and not config.api_key:
         logger.warning(
             "anyone who reaches %s port %d can use this server; --api-key prevents it", config.host, config.port

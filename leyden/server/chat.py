@@ -79,7 +79,7 @@ class _Answer:
             "prompt_text": self._prompt_text,
             "kv_transfer_params": None,
             "ec_transfer_params": None,
-            "metrics": None,
+            "metrics": self._service.timings([turn.choice for turn in self._turns]),
         }
         return body
 
@@ -154,7 +154,10 @@ class _Answer:
             if frames:
                 yield b"".join(frames)
         if include_usage:
-            yield event({**head, "choices": [], "usage": self._usage(), **self._service.signature})
+            told = {"choices": [], "usage": self._usage(), **self._service.signature}
+            if timings := self._service.timings([turn.choice for turn in self._turns]):
+                told["metrics"] = timings
+            yield event({**head, **told})
 
     def _deltas(self, events: Sequence[Event]) -> list[dict[str, Any]]:
         """One delta per event, and one for all events of a call in a row."""

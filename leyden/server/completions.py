@@ -110,7 +110,7 @@ class _Answer:
             "usage": usage(self._choices),
             "kv_transfer_params": None,
             "ec_transfer_params": None,
-            "metrics": None,
+            "metrics": self._service.timings(self._choices),
         }
         return body
 

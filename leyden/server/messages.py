@@ -55,7 +55,7 @@ async def create(service: Service, body: MessagesRequest, http: HttpRequest) -> 
     chat.check()
     response_id = service.response_id("msg_", chat, http)
     try:
-        (only,) = await turn.begin(service, chat, response_id)
+        (only,) = await turn.begin(service, chat, response_id, "other")
     except RequestError as error:
         if "maximum context length" in error.message:  # the words that clients of Anthropic look for
             error.message = f"prompt is too long: {error.message}"

@@ -330,7 +330,7 @@ class ChatCompletion(TypedDict):
     prompt_text: str | None
     kv_transfer_params: None
     ec_transfer_params: None
-    metrics: None
+    metrics: dict[str, float] | None
 
 
 class CompletionChoice(TypedDict):
@@ -356,7 +356,7 @@ class Completion(TypedDict):
     usage: Usage
     kv_transfer_params: None
     ec_transfer_params: None
-    metrics: None
+    metrics: dict[str, float] | None
 
 
 class ModelCard(TypedDict):
@@ -385,6 +385,7 @@ _TYPES = {
     429: "TooManyRequestsError",
     431: "HeadersTooLargeError",
     503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
 }
 
 

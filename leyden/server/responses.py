@@ -71,7 +71,7 @@ async def create(service: Service, body: ResponsesRequest, http: HttpRequest) ->
         chat = body.chat(tools)
         chat.check()
         response_id = service.response_id("resp_", chat, http)
-        (only,) = await turn.begin(service, chat, response_id)
+        (only,) = await turn.begin(service, chat, response_id, "responses")
         answer = _Answer(service, body, chat, response_id, model, only, tools)
         if body.stream:
             run = await answer.run()

@@ -1,5 +1,6 @@
 """Which function answers which path, and what the documentation says about it."""
 
+import asyncio
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -11,7 +12,9 @@ from starlette.exceptions import HTTPException
 from leyden import __version__
 from leyden.server import chat, completions, messages, responses, tokens
 from leyden.server.blocks import CountTokensRequest, MessagesRequest
+from leyden.server.health import health_check
 from leyden.server.items import InputTokensRequest, ResponsesRequest
+from leyden.server.metrics import CONTENT_TYPE, EngineNumbers
 from leyden.server.protocol import (
     AnthropicError,
     ChatCompletion,
@@ -29,7 +32,7 @@ VLLM_COMPAT = "0.27.1"  # the version of vLLM whose interface this is
 
 Documented = dict[int | str, dict[str, Any]]
 
-_ALWAYS = (400, 401, 403, 404, 413, 431, 500, 503)  # what the layers around the routes may say
+_ALWAYS = (400, 401, 403, 404, 413, 429, 431, 500, 503, 504)  # what the layers around the routes may say
 
 
 def _errors(model: Any = ErrorBody) -> Documented:
@@ -45,13 +48,13 @@ def _streams(model: Any, errors: Documented | None = None) -> Mapping[str, Any]:
     return {"response_model": None, "responses": {200: {"model": model, "content": stream}, **(errors or _errors())}}
 
 
-def add(app: fastapi.FastAPI, service: Service) -> None:
+def add(app: fastapi.FastAPI, service: Service, numbers: EngineNumbers) -> None:
     _add_openai(app, service)
     _add_responses(app, service)
     _add_anthropic(app, service)
     _add_tokens(app, service)
     _add_models(app, service)
-    _add_health(app, service)
+    _add_health(app, service, numbers)
 
 
 def _add_openai(app: fastapi.FastAPI, service: Service) -> None:
@@ -158,12 +161,21 @@ def _add_models(app: fastapi.FastAPI, service: Service) -> None:
         return json_response(card(service.check_model(name)))
 
 
-def _add_health(app: fastapi.FastAPI, service: Service) -> None:
-    @app.get("/health", response_model=None)
-    @app.get("/ping", response_model=None)
-    @app.post("/ping", response_model=None)
-    async def health() -> Response:
-        return Response(status_code=200 if service.client.alive else 503)
+def _add_health(app: fastapi.FastAPI, service: Service, numbers: EngineNumbers) -> None:
+    checking = asyncio.Lock()  # one at a time: anybody may ask
+    alive: Documented = {200: {"description": "it runs"}, 503: {"description": "it does not"}}
+
+    @app.get("/health", response_model=None, responses=alive)
+    @app.get("/ping", response_model=None, responses=alive)
+    @app.post("/ping", response_model=None, responses=alive)
+    async def health(generate: bool = False) -> Response:
+        """With generate=1 the engine has to generate a token first, which tells more and takes longer."""
+        if generate:
+            async with checking:
+                works = await health_check(service)
+        else:
+            works = service.client.alive
+        return Response(status_code=200 if works else 503)
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -172,3 +184,8 @@ def _add_health(app: fastapi.FastAPI, service: Service) -> None:
     @app.get("/load")
     async def load() -> dict[str, int]:
         return {"server_load": app.state.running if service.config.enable_server_load_tracking else 0}
+
+    @app.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        await numbers.refresh()
+        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})

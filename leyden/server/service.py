@@ -4,6 +4,7 @@
 answer while it is generated.
 """
 
+import asyncio
 import itertools
 import re
 import time
@@ -16,8 +17,9 @@ from starlette.requests import Request as HttpRequest
 
 from leyden import __version__, log
 from leyden.config.server import ServerConfig
-from leyden.errors import RequestError
+from leyden.errors import Overloaded, RequestError
 from leyden.server.client import EngineClient, Stream
+from leyden.server.metrics import Metrics
 from leyden.server.protocol import ChatRequest, CompletionRequest, StreamOptions, Usage
 from leyden.text.stream import TextStream
 from leyden.text.template import ChatTemplate
@@ -56,6 +58,7 @@ class Choice:
     """One answer while it is generated: tokens in, text out, ended by the engine or by a stop string.
 
     token_ids, logprobs    all so far; logprobs stays empty if they were not asked for
+    first, last, queued    by the clock of Request.arrival
     """
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer, keep: Collection[int] = ()):
@@ -68,6 +71,9 @@ class Choice:
         self.logprobs: list[TokenLogprobs] = []
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.first: float | None = None  # when the first token came
+        self.last = 0.0  # when the newest one came
+        self.queued = 0.0  # seconds in the queue
         self._text = TextStream(tokenizer, request.params, request.prompt, keep)
 
     @property
@@ -113,6 +119,7 @@ class Service:
     client: EngineClient
     tokenizer: Tokenizer
     template: ChatTemplate
+    metrics: Metrics
     defaults: Mapping[str, Any]
     names: tuple[str, ...]
     root: str
@@ -207,16 +214,40 @@ class Service:
 
         `single`: the run brings one token at a time.
         """
+        self._check_queue(len(choices))
         # Nobody looks at an answer that is sent whole before its end, unless a stop string may end it early.
         whole = not body.stream and not choices[0].request.params.stop
         interval = self.max_model_len if whole else body.stream_interval or self.config.stream_interval
         stream = await self.client.generate(*(choice.request for choice in choices), interval=interval)
+        self.metrics.choices.add(body.n)
         return Run(self, stream, choices, single)
+
+    def _check_queue(self, more: int) -> None:
+        if (limit := self.config.max_queued_requests) is None:
+            return
+        waiting = max(self.client.requests + more - int(self.client.facts["max_num_seqs"]), 0)
+        if waiting > limit:
+            self.metrics.rejected.inc()
+            raise Overloaded(f"more than {limit} requests are waiting (--max-queued-requests); try again later")
 
     def log_answer(self, choice: Choice) -> None:
         if self.config.enable_log_requests and self.config.enable_log_outputs:
             text = self.tokenizer.decode(choice.token_ids)[: self.config.max_log_len]
             logger.info("%s: answer %r", choice.request.id, text)
+
+    def timings(self, choices: Sequence[Choice]) -> dict[str, float] | None:
+        """Of an answer with one choice, if --enable-per-request-metrics is on."""
+        choice = choices[0]
+        if not self.config.enable_per_request_metrics or len(choices) > 1 or choice.first is None:
+            return None
+        tokens, seconds = len(choice.token_ids), choice.last - choice.first
+        return {
+            "time_to_first_token_ms": 1000 * (choice.first - choice.request.arrival),
+            "generation_time_ms": 1000 * seconds,
+            "queue_time_ms": 1000 * choice.queued,
+            "mean_itl_ms": 1000 * seconds / max(tokens - 1, 1),
+            "tokens_per_second": tokens / max(choice.last - choice.request.arrival, 1e-9),
+        }
 
     def usage_options(self, body: Body) -> tuple[bool, bool]:
         """Whether a stream ends with its usage, and whether every chunk carries the usage so far."""
@@ -261,16 +292,31 @@ class Run:
 
     def __init__(self, service: Service, stream: Stream, choices: Sequence[Choice], single: bool = False):
         self._service = service
+        self._metrics = service.metrics
         self._stream = stream
         self._single = single
         self._cut: list[Delta] = []  # single tokens that have come, the next one last
         self._choices = {choice.request.id: choice for choice in choices}
+        self._running = len(choices)
+        self._expiry: asyncio.TimerHandle | None = None
+        if seconds := service.config.request_timeout:
+            error = RequestError(f"the answer took longer than {seconds:g} s (--request-timeout)", status=504)
+            self._expiry = asyncio.get_running_loop().call_later(seconds, stream.end, error)
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
         self._stream.__exit__()
+        if self._running:
+            failed = self._stream.error is not None
+            self._metrics.finished["error" if failed else "abort"].inc(self._running)
+            self._metrics.client_aborts.inc(0 if failed else self._running)
+        else:
+            self._metrics.most_generated.add(max(len(choice.token_ids) for choice in self._choices.values()))
+        self._running = 0
 
     def __aiter__(self) -> "Run":
         return self
@@ -282,12 +328,44 @@ class Run:
             delta = self._cut.pop()
         choice = self._choices[delta.request_id]
         step = choice.advance(delta)
+        self._clock(choice, len(step.token_ids), delta.queued)
         if choice.finish_reason is not None:
             if delta.finish_reason is None:
                 self._stream.drop(delta.request_id)
                 self._cut = []
-            self._service.log_answer(choice)
+            self._finish(choice)
         return choice, step
+
+    def _clock(self, choice: Choice, tokens: int, queued: float) -> None:
+        """Note when tokens came. Of several at once nobody knows better than that they came at equal distances."""
+        if not tokens:
+            return
+        now = time.monotonic()
+        if choice.first is None:
+            choice.first, choice.queued = now, queued
+            self._metrics.first_token.add(now - choice.request.arrival)
+        else:
+            self._metrics.next_token.add((now - choice.last) / tokens, tokens)
+        choice.last = now
+
+    def _finish(self, choice: Choice) -> None:
+        metrics, request, tokens = self._metrics, choice.request, len(choice.token_ids)
+        self._running -= 1
+        metrics.finished[choice.finish_reason or "abort"].inc()
+        metrics.prompt.add(len(request.prompt))
+        metrics.computed.add(len(request.prompt) - choice.cached_tokens)
+        metrics.generated.add(tokens)
+        metrics.max_tokens.add(request.params.max_tokens or 0)
+        seconds = time.monotonic() - request.arrival
+        metrics.whole.add(seconds)
+        metrics.queued.add(choice.queued)
+        metrics.inference.add(seconds - choice.queued)
+        if choice.first is not None:
+            metrics.prefill.add(choice.first - request.arrival - choice.queued)
+            metrics.decode.add(choice.last - choice.first)
+            if tokens > 1:
+                metrics.per_token.add((choice.last - choice.first) / (tokens - 1))
+        self._service.log_answer(choice)
 
 
 def cut(delta: Delta) -> list[Delta]:

@@ -1,7 +1,7 @@
 """What every endpoint with messages shares: from messages to a prompt, from tokens to what was said with them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from leyden.server.parsers import SPECIAL, Event, OutputParser, ToolCallStart, starts_thinking
@@ -16,8 +16,16 @@ _BRIEF_EFFORTS = ("minimal", "low")
 class Turn:
     """One choice on its way from tokens to what was said with them."""
 
-    def __init__(self, choice: Choice, parser: OutputParser, thinking: bool, end: int, call: int):
-        """`end` and `call`: ids of </think> and <tool_call>."""
+    def __init__(
+        self,
+        choice: Choice,
+        parser: OutputParser,
+        thinking: bool,
+        end: int,
+        call: int,
+        count: Callable[[bool, int], None],
+    ):
+        """`end` and `call`: ids of </think> and <tool_call>. `count` is told: any call, tokens of thinking."""
         self.choice = choice
         self.reasoning_tokens = 0
         self._parser = parser
@@ -25,6 +33,7 @@ class Turn:
         self._end = end
         self._call = call
         self._before_call: int | None = None
+        self._count = count
 
     def read(self, step: Step) -> list[Event]:
         """What a step brought, in order. The last step of the choice empties the parser."""
@@ -35,6 +44,7 @@ class Turn:
             events += self._parser.finish(cut)
             if self._thinking and self._before_call is not None and any(isinstance(e, ToolCallStart) for e in events):
                 self.reasoning_tokens = self._before_call  # the call itself ended the thinking
+            self._count(self._parser.called, self.reasoning_tokens)
         return events
 
     @property
@@ -53,8 +63,11 @@ class Turn:
         self.reasoning_tokens += len(ids)
 
 
-async def begin(service: Service, body: ChatRequest, response_id: str) -> list[Turn]:
-    """One turn per choice, ready for Service.generate; raises RequestError for what cannot be served as asked."""
+async def begin(service: Service, body: ChatRequest, response_id: str, kind: str = "chat_completions") -> list[Turn]:
+    """One turn per choice, ready for Service.generate; raises RequestError for what cannot be served as asked.
+
+    `kind`: under which of metrics.PARSED it is counted.
+    """
     kwargs = template_kwargs(service, body)
     prompt = await encode(service, body)
     params = service.params(body, prompt, "messages")
@@ -64,6 +77,12 @@ async def begin(service: Service, body: ChatRequest, response_id: str) -> list[T
     )
     special = [tokenizer.id_of(text) for text in SPECIAL]
     end, call = tokenizer.id_of("</think>"), tokenizer.id_of("<tool_call>")
+
+    def count(called: bool, thought: int) -> None:
+        service.metrics.reasoning.inc(thought)
+        if body.tools:
+            service.metrics.parsed(kind, bool(body.stream), called)
+
     turns = []
     for index, request in enumerate(service.requests(response_id, body, prompt, params)):
         choice = Choice(index, request, tokenizer, special)
@@ -76,7 +95,7 @@ async def begin(service: Service, body: ChatRequest, response_id: str) -> list[T
             reasoning_parser=config.reasoning_parser,
             tool_parser=config.tool_call_parser,
         )
-        turns.append(Turn(choice, parser, thinking, end, call))
+        turns.append(Turn(choice, parser, thinking, end, call, count))
     return turns
 
 
