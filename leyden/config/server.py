@@ -36,6 +36,7 @@ class ServerConfig:
     max_body_bytes: int = 64 << 20
     max_queued_requests: int | None = None  # beyond those that run; more are refused (429). None: no limit
     request_timeout: float = 0.0  # seconds that an answer may take; 0: no limit
+    cache_salt_per_key: bool = False  # clients with different keys share nothing that is cached
     metrics_auth: bool = False  # /metrics needs a key too
 
     # what it serves
@@ -93,6 +94,8 @@ class ServerConfig:
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together: give both or none")
         if self.fingerprint_mode == "custom" and not self.fingerprint_value:
             raise ConfigError("--fingerprint-mode custom needs --fingerprint-value")
+        if self.cache_salt_per_key and not self.api_key:
+            raise ConfigError("--cache-salt-per-key needs --api-key")
         if any(not key for key in self.api_key):
             raise ConfigError("--api-key must not be empty")
 

@@ -31,6 +31,7 @@ from leyden.server.turn import Turn, begin
 async def create(service: Service, body: ChatRequest, http: HttpRequest) -> Response:
     body.check()
     model = service.check_model(body.model)
+    service.separate(body, http)
     response_id = service.response_id("chatcmpl-", body, http)
     answer = _Answer(service, body, response_id, model, await begin(service, body, response_id))
     if body.stream:

@@ -22,9 +22,11 @@ from leyden.types import Request, SamplingParams, TokenLogprobs
 async def create(service: Service, body: CompletionRequest, http: HttpRequest) -> Response:
     body.check()
     model = service.check_model(body.model)
+    service.separate(body, http)
     response_id = service.response_id("cmpl-", body, http)
     requests: list[Request] = []
-    for ids in await encode(service, body.prompts, body.add_special_tokens):
+    limited = body.truncate_prompt_tokens is None
+    for ids in await encode(service, body.prompts, body.add_special_tokens, limited):
         prompt = service.truncate(ids, body)
         requests += service.requests(response_id, body, prompt, _params(service, body, prompt))
     answer = _Answer(service, body, response_id, model, requests)
@@ -36,14 +38,19 @@ async def create(service: Service, body: CompletionRequest, http: HttpRequest) -
 
 
 async def encode(
-    service: Service, prompts: Sequence[str] | Sequence[list[int]], add_special_tokens: bool
+    service: Service, prompts: Sequence[str] | Sequence[list[int]], add_special_tokens: bool, limited: bool = False
 ) -> list[list[int]]:
-    """Token ids of texts, or of ids; raises RequestError for an id outside the vocabulary."""
+    """Token ids of texts, or of ids; raises RequestError for an id outside the vocabulary.
+
+    `limited`: a text that cannot fit into the context is not encoded at all.
+    """
 
     def encode_all() -> list[list[int]]:
         found = []
         for prompt in prompts:
             if isinstance(prompt, str):
+                if limited:
+                    service.check_characters(prompt, "prompt")
                 prompt = service.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             else:
                 service.check_vocabulary("prompt", prompt)

@@ -5,7 +5,8 @@ One pure ASGI layer, so that streams stay streams.
 X-Request-Id     kept if it is a sane one, made up otherwise; always sent back
 Host             must be one of `allowed_hosts`, if there are any (a web page cannot pose as this machine)
 API keys         Bearer or x-api-key, for everything but `open`; compared in constant time, over all keys
-sizes            at most MAX_HEADERS headers of together MAX_HEADER_BYTES, and `max_body_bytes` of body
+sizes            at most MAX_URL bytes of URL, MAX_HEADERS headers with together MAX_HEADER_BYTES, and
+                 `max_body_bytes` of body
 """
 
 import hashlib
@@ -29,6 +30,7 @@ logger = log.get(__name__)
 
 CLOSED = 499  # the status nginx logs for a client that went away; nobody receives it
 OPEN = ("/health", "/ping", "/version")  # what needs no key
+MAX_URL = 8 << 10
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 64 << 10
 
@@ -69,7 +71,7 @@ class Gate:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex[:16]
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, key="")
         log.request_id.set(request_id)
         status, received, sent = CLOSED, 0, 0
 
@@ -95,7 +97,7 @@ class Gate:
         state.running += scope["method"] == "POST"
         try:
             try:
-                self._check(path, scope["method"], headers)
+                self._check(scope, path, headers)
             except RequestError as error:
                 extra = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
                 response = error_response(path, error_body(error.status, error.message), extra)
@@ -119,24 +121,29 @@ class Gate:
             line = "%s %r %d in %.1f ms from %s"
             logger.info(line, scope["method"], path, status, 1000 * seconds, client, extra={"fields": fields})
 
-    def _check(self, path: str, method: str, headers: Headers) -> None:
+    def _check(self, scope: Scope, path: str, headers: Headers) -> None:
+        if len(scope["path"]) + len(scope["query_string"]) > MAX_URL:
+            raise RequestError(f"a URL has at most {MAX_URL} bytes", status=414)
         if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
             raise RequestError(f"at most {MAX_HEADERS} headers with {MAX_HEADER_BYTES} bytes are read", status=431)
         host = headers.get("host", "")
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if self._hosts and name not in self._hosts:
             raise RequestError(f"{name!r} is not a name of this server; --allowed-hosts can add it", status=403)
-        if self._digests and path not in self._open and method != "OPTIONS" and not self._knows(headers):
-            raise RequestError("a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY", status=401)
+        if self._digests and path not in self._open and scope["method"] != "OPTIONS":
+            scope["state"]["key"] = self._key(headers)
         if (length := headers.get("content-length", "")).isdigit():
             self._check_size(int(length))
 
-    def _knows(self, headers: Headers) -> bool:
+    def _key(self, headers: Headers) -> str:
+        """The key as something that can be passed on."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = headers.get("x-api-key", "")
         digest = hashlib.sha256(key.strip().encode()).digest()
-        return any([hmac.compare_digest(digest, known) for known in self._digests])
+        if not any([hmac.compare_digest(digest, known) for known in self._digests]):
+            raise RequestError("a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY", status=401)
+        return digest.hex()
 
     def _check_size(self, size: int) -> None:
         if size > self._max_body_bytes:

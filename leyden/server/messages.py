@@ -53,6 +53,7 @@ async def create(service: Service, body: MessagesRequest, http: HttpRequest) -> 
     model = service.check_model(body.model)
     chat = body.chat()
     chat.check()
+    service.separate(chat, http)
     response_id = service.response_id("msg_", chat, http)
     try:
         (only,) = await turn.begin(service, chat, response_id, "other")

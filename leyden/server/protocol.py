@@ -20,6 +20,7 @@ from leyden.errors import RequestError
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
+MAX_ANSWERS = 4096  # prompts times choices
 MAX_TOOLS = 1024
 MAX_MESSAGES = 10_000
 
@@ -253,6 +254,8 @@ class CompletionRequest(Generation):
             raise RequestError("prompt must not be empty", "prompt")
         if len(many) > MAX_PROMPTS:
             raise RequestError(f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(many)}", "prompt")
+        if len(many) * self.n > MAX_ANSWERS:
+            raise RequestError(f"{len(many)} prompts with n={self.n} are more than {MAX_ANSWERS} answers", "n")
         return list(many)
 
     default_limit: ClassVar[int | None] = 16
@@ -382,6 +385,7 @@ _TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "PayloadTooLargeError",
+    414: "UriTooLongError",
     429: "TooManyRequestsError",
     431: "HeadersTooLargeError",
     503: "ServiceUnavailableError",

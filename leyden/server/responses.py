@@ -70,6 +70,7 @@ async def create(service: Service, body: ResponsesRequest, http: HttpRequest) ->
         tools = Tools(body.tools)
         chat = body.chat(tools)
         chat.check()
+        service.separate(chat, http)
         response_id = service.response_id("resp_", chat, http)
         (only,) = await turn.begin(service, chat, response_id, "responses")
         answer = _Answer(service, body, chat, response_id, model, only, tools)

@@ -32,7 +32,7 @@ VLLM_COMPAT = "0.27.1"  # the version of vLLM whose interface this is
 
 Documented = dict[int | str, dict[str, Any]]
 
-_ALWAYS = (400, 401, 403, 404, 413, 429, 431, 500, 503, 504)  # what the layers around the routes may say
+_ALWAYS = (400, 401, 403, 404, 413, 414, 429, 431, 500, 503, 504)  # what the layers around the routes may say
 
 
 def _errors(model: Any = ErrorBody) -> Documented:

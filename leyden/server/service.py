@@ -5,6 +5,7 @@ answer while it is generated.
 """
 
 import asyncio
+import functools
 import itertools
 import re
 import time
@@ -131,6 +132,12 @@ class Service:
     def max_model_len(self) -> int:
         return int(self.client.facts["max_model_len"])
 
+    @functools.cached_property
+    def most_characters(self) -> int:
+        """A text with more characters than this has more tokens than the context: no token stands for more bytes."""
+        tokens = range(self.tokenizer.vocab_size)
+        return self.max_model_len * max(len(self.tokenizer.bytes_of(id)) for id in tokens)
+
     @property
     def signature(self) -> dict[str, str]:
         """system_fingerprint, if there is one, for the last chunk of a stream."""
@@ -146,6 +153,20 @@ class Service:
         """The id in the body if it is a sane one, else that of the X-Request-Id header, which always has one."""
         given = body.request_id or ""
         return f"{prefix}{given if REQUEST_ID.fullmatch(given) else http.state.request_id}"
+
+    def separate(self, body: Body, http: HttpRequest) -> None:
+        """--cache-salt-per-key: requests with different API keys find nothing of each other in the cache."""
+        if self.config.cache_salt_per_key:
+            body.cache_salt = f"{http.state.key}:{body.cache_salt or ''}"
+
+    def check_characters(self, text: str, field: str) -> None:
+        """Whether it can fit into the context at all, before the time is spent to find out exactly."""
+        if len(text) > self.max_model_len and len(text) > self.most_characters:
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens, but {field} has {len(text)} "
+                "characters, which is more than so many tokens hold. Please reduce the length of the prompt.",
+                field,
+            )
 
     def truncate(self, prompt: list[int], body: Body) -> list[int]:
         """truncate_prompt_tokens: keep the end of the prompt, or its beginning if the side to cut is the right one."""

@@ -69,7 +69,7 @@ async def begin(service: Service, body: ChatRequest, response_id: str, kind: str
     `kind`: under which of metrics.PARSED it is counted.
     """
     kwargs = template_kwargs(service, body)
-    prompt = await encode(service, body)
+    prompt = await encode(service, body, limited=True)
     params = service.params(body, prompt, "messages")
     tokenizer, config = service.tokenizer, service.config
     thinking = config.reasoning_parser is not None and starts_thinking(
@@ -111,12 +111,12 @@ def template_kwargs(service: Service, body: ChatRequest) -> dict[str, Any]:
     return kwargs
 
 
-async def encode(service: Service, body: ChatRequest) -> list[int]:
-    """Token ids of the messages' prompt."""
-    return await asyncio.to_thread(_encode, service, body)
+async def encode(service: Service, body: ChatRequest, limited: bool = False) -> list[int]:
+    """Token ids of the messages' prompt. `limited`: one that cannot fit into the context is not encoded at all."""
+    return await asyncio.to_thread(_encode, service, body, limited and body.truncate_prompt_tokens is None)
 
 
-def _encode(service: Service, body: ChatRequest) -> list[int]:
+def _encode(service: Service, body: ChatRequest, limited: bool) -> list[int]:
     hidden = body.tool_choice == "none" and service.config.exclude_tools_when_tool_choice_none
     ids = service.template.encode(
         normalise(body.messages),
@@ -124,6 +124,7 @@ def _encode(service: Service, body: ChatRequest) -> list[int]:
         add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
         kwargs=template_kwargs(service, body),
+        most=service.most_characters if limited else None,
     )
     if body.add_special_tokens and service.tokenizer.bos_token_id is not None:
         ids.insert(0, service.tokenizer.bos_token_id)
