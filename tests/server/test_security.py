@@ -178,7 +178,7 @@ def test_CVE_2025_48887_parsing_takes_linear_time(unit: str):
         return time.process_time() - started
 
     short = min(seconds(1000) for _ in range(3))
-    assert seconds(8000) < 8 * short * 4 + 0.2
+    assert min(seconds(8000) for _ in range(3)) < 8 * short * 4 + 0.2
 
 
 def test_CVE_2025_59425_keys_are_compared_in_constant_time(start: Any, monkeypatch: pytest.MonkeyPatch):
