@@ -17,6 +17,7 @@ COMMANDS = {
     "serve": ("leyden.cli.serve", "serve a model over HTTP"),
     "chat": ("leyden.cli.chat", "talk to a running server"),
     "complete": ("leyden.cli.complete", "let a running server continue texts"),
+    "bench": ("leyden.cli.bench", "measure: leyden bench api"),
 }
 
 

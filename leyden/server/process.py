@@ -138,12 +138,8 @@ class OwnProcess:
 
     def _readable(self) -> None:
         assert self._deliver is not None
-        while not self._events.closed:
-            try:
-                message = self._events.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._deliver(self._decoder.decode(message))
+        while not self._events.closed and int(self._events.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._deliver(self._decoder.decode(self._events.recv(zmq.NOBLOCK)))
 
     def _ended(self) -> None:
         assert self._deliver is not None

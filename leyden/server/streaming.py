@@ -5,6 +5,7 @@ connection cancels the work for it at once, streaming or not; what runs in the e
 """
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractContextManager, aclosing
 from typing import Any, TypeVar
@@ -62,16 +63,24 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
     The body of the request must have been read: from then on `receive` tells of a disconnect and of nothing else.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    gone = asyncio.ensure_future(_disconnect(receive))
+    leave = functools.partial(_cancel, task)
+    gone.add_done_callback(leave)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if gone.done() and not gone.cancelled() and task.uncancel() == 0:
+            raise ClientDisconnect from None
+        raise
     finally:
-        task.cancel()
+        gone.remove_done_callback(leave)
         gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def _cancel(task: asyncio.Task[Any], _: asyncio.Future[None]) -> None:
+    task.cancel()
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -10,6 +10,7 @@ from leyden.server.service import Choice, Service, Step
 from leyden.text.template import normalise
 
 _EFFORT_HINTS = ("low_effort", "medium_effort")  # what templates of this family call a request to think less
+_FEW, _SHORT = 8, 2000  # messages and characters that the event loop can spare the time for
 _BRIEF_EFFORTS = ("minimal", "low")
 
 
@@ -113,7 +114,17 @@ def template_kwargs(service: Service, body: ChatRequest) -> dict[str, Any]:
 
 async def encode(service: Service, body: ChatRequest, limited: bool = False) -> list[int]:
     """Token ids of the messages' prompt. `limited`: one that cannot fit into the context is not encoded at all."""
-    return await asyncio.to_thread(_encode, service, body, limited and body.truncate_prompt_tokens is None)
+    limited = limited and body.truncate_prompt_tokens is None
+    if _short(body):
+        return _encode(service, body, limited)
+    return await asyncio.to_thread(_encode, service, body, limited)
+
+
+def _short(body: ChatRequest) -> bool:
+    """Whether the prompt is made sooner than another thread would begin with it."""
+    contents = [message.get("content") for message in body.messages]
+    texts = [content for content in contents if isinstance(content, str)]
+    return not body.tools and len(texts) == len(contents) <= _FEW and sum(map(len, texts)) <= _SHORT
 
 
 def _encode(service: Service, body: ChatRequest, limited: bool) -> list[int]:

@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ from leyden import log
 from leyden.config.server import ServerConfig
 from leyden.errors import ConfigError, RequestError
 from leyden.server.app import build, serve
-from leyden.server.client import EngineClient, InThread
+from leyden.server.client import EngineClient, InThread, Link
+from leyden.server.process import OwnProcess
 from leyden.testing import tokenizer as testing_tokenizer
 from leyden.text.template import ChatTemplate
 from leyden.text.tokenizer import Tokenizer
@@ -242,16 +243,22 @@ def main() -> int:
     parser.add_argument("--served-model-name", default="scripted")
     parser.add_argument("--max-model-len", type=int, default=32768, metavar="TOKENS")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="how long an engine step takes")
+    parser.add_argument("--own-process", action="store_true", help="give the engine a process of its own")
     args = parser.parse_args()
     log.setup()
     with tempfile.TemporaryDirectory() as folder:
         testing_tokenizer.write(folder)
         tokenizer = Tokenizer.from_folder(folder)
-        scripted = ScriptedEngine(
-            tokenizer, read(args.file), max_model_len=args.max_model_len, step_seconds=args.step_seconds
-        )
+        cases = read(args.file)
+        limits = {"max_model_len": args.max_model_len, "step_seconds": args.step_seconds}
+        link: Link
+        if args.own_process:
+            told = {"folder": folder, "cases": {key: asdict(case) for key, case in cases.items()}, **limits}
+            link = OwnProcess("leyden.testing.scripted:engine", told)
+        else:
+            link = InThread(ScriptedEngine(tokenizer, cases, **limits))
         config = ServerConfig(host=args.host, port=args.port)
-        client = EngineClient(InThread(scripted))
+        client = EngineClient(link)
         template = ChatTemplate.from_folder(folder, tokenizer)
         return serve(build(config, client, tokenizer, template, model=args.served_model_name), config, client)
 
