@@ -152,7 +152,7 @@ INLINE vec load_all(const void *at, int type) {
 /* Elements i, i + 1, ... of an array of `count` elements; those beyond its end are zero, and their memory untouched. */
 INLINE vec load(const void *array, int64_t i, int64_t count, int type) {
     const char *at = (const char *)array + i * size_of(type);
-    int64_t left = count - i;
+    int64_t left = count < i ? 0 : count - i;
 #if WIDTH == 64
     __mmask16 mask = _bzhi_u32(0xffff, left < LANES ? left : LANES);
     if (type == F32) return _mm512_maskz_loadu_ps(mask, at);
@@ -168,7 +168,7 @@ INLINE vec load(const void *array, int64_t i, int64_t count, int type) {
 
 INLINE void store(vec x, void *array, int64_t i, int64_t count, int type) {
     char *at = (char *)array + i * size_of(type);
-    int64_t left = count - i;
+    int64_t left = count < i ? 0 : count - i;
     half narrow = {};
     if (type != F32) narrow = type == BF16 ? to_bf16(x) : to_f16(x);
 #if WIDTH == 64

@@ -9,17 +9,38 @@ typedef struct {
     void *state;                   /* [slots, taps - 1, channels]: the last inputs, oldest first */
     void *out;                     /* [tokens, channels] */
     Rows rows;
-    int64_t channels, taps, x_stride, weight_stride, type, weight_type, state_type;
+    int64_t channels, taps, x_stride, type, state_type; /* weight and bias are of `type`, too */
 } Conv;
+
+/* weight[j] = tap j of LANES channels from c on. */
+INLINE void taps_of(const Conv *a, int64_t c, const int taps, const int type, vec *weight) {
+    const int64_t channels = a->channels, left = channels - c < LANES ? channels - c : LANES;
+#if WIDTH == 64
+    if (taps == 4) {
+        vec four[4]; /* of four channels each */
+        for (int i = 0; i < 4; i++) four[i] = load(a->weight, (c + 4 * i) * 4, channels * 4, type);
+        const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 0, 0, 0, 0, 0, 0, 0);
+        for (int j = 0; j < 4; j++) {
+            const __m512i which = _mm512_add_epi32(first, _mm512_set1_epi32(j));
+            const vec low = _mm512_permutex2var_ps(four[0], which, four[1]);
+            const vec high = _mm512_permutex2var_ps(four[2], which, four[3]);
+            weight[j] = _mm512_insertf32x8(low, _mm512_castps512_ps256(high), 1);
+        }
+        return;
+    }
+#endif
+    float across[MOST_TAPS][LANES] = {};
+    for (int64_t lane = 0; lane < left; lane++)
+        for (int j = 0; j < taps; j++) across[j][lane] = load_one(a->weight, (c + lane) * taps + j, type);
+    for (int j = 0; j < taps; j++) weight[j] = load_all(across[j], F32);
+}
 
 /* out = silu(bias + sum_j weight[c, j] x[t - (taps - 1) + j, c]), LANES channels from c on. */
 INLINE void conv_channels(const Conv *a, int64_t c, const int taps, const int type) {
-    const int64_t channels = a->channels, left = channels - c < LANES ? channels - c : LANES;
-    vec weight[MOST_TAPS] = {};
-    for (int64_t lane = 0; lane < left; lane++)
-        for (int j = 0; j < taps; j++)
-            weight[j][lane] = load_one(a->weight, (c + lane) * a->weight_stride + j, a->weight_type);
-    const vec bias = a->bias ? load(a->bias, c, channels, a->weight_type) : (vec){};
+    const int64_t channels = a->channels;
+    vec weight[MOST_TAPS];
+    taps_of(a, c, taps, type, weight);
+    const vec bias = a->bias ? load(a->bias, c, channels, type) : (vec){};
     for (int64_t r = 0; r < a->rows.count; r++) {
         void *state = NULL;
         if (a->rows.slots)

@@ -7,7 +7,7 @@ from leyden.ops.cpu.program import Kernel, empty, has_rows, run, types
 from leyden.ops.reference import mamba as reference
 from leyden.ops.rows import Rows
 
-_CONV = Kernel("causal_conv", "ttttt" + "ttti" + "iiiiiii")
+_CONV = Kernel("causal_conv", "ttttt" + "ttti" + "iiiii")
 _SCAN = Kernel("ssd_scan", "ttttttttt" + "ttti" + "iiiiiiiiiidd")
 _MOST_TAPS, _MOST_N = 8, 256  # as in mamba.c
 
@@ -22,13 +22,14 @@ def _kept(state: Tensor | None) -> bool:
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, rows: Rows) -> Tensor:
     taps = weight.shape[1]
-    if not (has_rows(x) and has_rows(weight) and _kept(state) and taps <= _MOST_TAPS):
+    plain = weight.dtype == x.dtype and weight.is_contiguous() and (bias is None or bias.dtype == x.dtype)
+    if not (plain and has_rows(x) and _kept(state) and taps <= _MOST_TAPS):
         return reference.causal_conv(x, weight, bias, state, rows)
     out = empty(*x.shape, dtype=x.dtype)
     state_type = types[x.dtype if state is None else state.dtype]
-    places, form = _places(rows, state), (x.shape[1], taps, x.stride(0), weight.stride(0))
+    places, form = _places(rows, state), (x.shape[1], taps, x.stride(0))
     run(
-        _CONV(x, weight, bias, state, out, *places, *form, types[x.dtype], types[weight.dtype], state_type),
+        _CONV(x, weight, bias, state, out, *places, *form, types[x.dtype], state_type),
         work=20 * x.numel(),
     )
     return out

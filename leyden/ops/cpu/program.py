@@ -189,8 +189,9 @@ class Program:
         self._arena = arena
         self._result = arena.released(result)
         self._steps = b"".join(recorder.steps)
+        self._threads = torch.get_num_threads()  # steps may bring room for each
 
     def __call__(self) -> Tensor:
         """The function's result: valid until another program of the same arena is called."""
-        _execute(self._steps, torch.get_num_threads())
+        _execute(self._steps, self._threads)
         return self._result
