@@ -85,7 +85,7 @@ def build(
             lines.cancel()
         await client.close()
 
-    app = fastapi.FastAPI(
+    app = _App(
         title="leyden",
         version=__version__,
         lifespan=lifespan,
@@ -117,6 +117,16 @@ def build(
             allow_credentials=config.allow_credentials,
         )
     return app
+
+
+class _App(fastapi.FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """The documentation, without the status 422 that FastAPI would give: what cannot be validated is a 400 here."""
+        document = super().openapi()
+        for methods in document["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
+        return document
 
 
 class _JsonRoute(APIRoute):

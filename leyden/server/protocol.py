@@ -495,7 +495,9 @@ def _not_finite(value: Any, path: str = "") -> Iterator[str]:
 def invalid(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     """What pydantic found, as our error: the field by its plain name, the place within it in the message."""
     error = errors[0]
-    path = [str(part) for part in error["loc"] if part != "body"]
+    path = [str(part) for part in error["loc"]]
+    if path and path[0] in ("body", "query", "path"):
+        del path[0]
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "missing":
         return RequestError(f"{path[0] if path else 'a body'} is required", path[0] if path else None)

@@ -44,8 +44,8 @@ def _whole(model: Any, errors: Documented | None = None) -> Mapping[str, Any]:
 
 
 def _streams(model: Any, errors: Documented | None = None) -> Mapping[str, Any]:
-    stream = {"text/event-stream": {"schema": {"type": "string"}}}
-    return {"response_model": None, "responses": {200: {"model": model, "content": stream}, **(errors or _errors())}}
+    content: dict[str, Any] = {"text/event-stream": {}}
+    return {"response_model": None, "responses": {200: {"model": model, "content": content}, **(errors or _errors())}}
 
 
 def add(app: fastapi.FastAPI, service: Service, numbers: EngineNumbers) -> None:
@@ -163,11 +163,9 @@ def _add_models(app: fastapi.FastAPI, service: Service) -> None:
 
 def _add_health(app: fastapi.FastAPI, service: Service, numbers: EngineNumbers) -> None:
     checking = asyncio.Lock()  # one at a time: anybody may ask
-    alive: Documented = {200: {"description": "it runs"}, 503: {"description": "it does not"}}
+    described: Documented = {200: {"description": "it runs"}, 503: {"description": "it does not"}}
 
-    @app.get("/health", response_model=None, responses=alive)
-    @app.get("/ping", response_model=None, responses=alive)
-    @app.post("/ping", response_model=None, responses=alive)
+    @app.get("/health", response_class=Response, responses={**_errors(), **described})
     async def health(generate: bool = False) -> Response:
         """With generate=1 the engine has to generate a token first, which tells more and takes longer."""
         if generate:
@@ -176,6 +174,10 @@ def _add_health(app: fastapi.FastAPI, service: Service, numbers: EngineNumbers) 
         else:
             works = service.client.alive
         return Response(status_code=200 if works else 503)
+
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+    async def ping() -> Response:
+        return Response(status_code=200 if service.client.alive else 503)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -4,7 +4,8 @@
 
 FILE is {"cases": {ID: {"text": ..., "finish_reason": "stop", "chunks": [...], "cached_tokens": 0}}}. The answer to a
 request is the case whose ID is its last user message (or its whole prompt, on /v1/completions); an unknown one gets its
-own words back. Only `text` is needed:
+own words back. After results of tools, "ID #1" (2, 3 ...) comes first, so that a loop of calls can end. Only `text` is
+needed:
 
     finish_reason    "stop": an end-of-sequence token follows the text; "length": the text is cut there;
                      "error": the engine fails on the request there; "crash": the engine dies there
@@ -151,9 +152,11 @@ class ScriptedEngine:
 
     def _find(self, prompt: list[int]) -> Case:
         text = self._tokenizer.decode(prompt)
-        turns = [turn for turn in _USER_TURN.findall(text) if not turn.startswith("<tool_response>")]
-        key = turns[-1] if turns else self._tokenizer.decode(prompt, skip_special_tokens=True)
-        return self._cases.get(key, Case(key))
+        turns = _USER_TURN.findall(text)
+        results = sum(1 for _ in itertools.takewhile(lambda turn: turn.startswith("<tool_response>"), reversed(turns)))
+        said = turns[: len(turns) - results]
+        key = said[-1] if said else self._tokenizer.decode(prompt, skip_special_tokens=True)
+        return self._cases.get(f"{key} #{results}") or self._cases.get(key, Case(key))
 
     def _steps(self, case: Case, forever: bool) -> Iterator[list[int]]:
         if case.steps is not None:

@@ -156,6 +156,16 @@ def test_documentation(start: Any, server: Server):
     body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
     assert body["schema"] == {"$ref": "#/components/schemas/ChatRequest"}
     assert server.http.get("/docs").status_code == 200
+    paths = document["paths"]
+    assert {"/v1/responses", "/v1/messages", "/tokenize", "/metrics", "/health"} <= paths.keys()
+    statuses = {status for path in paths.values() for operation in path.values() for status in operation["responses"]}
+    assert "422" not in statuses
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+        assert {"200", "400", "401", "404", "413", "429", "500", "503", "504"} <= paths[path]["post"][
+            "responses"
+        ].keys()
+    error = paths["/v1/messages"]["post"]["responses"]["400"]["content"]["application/json"]["schema"]
+    assert error == {"$ref": "#/components/schemas/AnthropicError"}
     with start({}, disable_fastapi_docs=True) as other:
         assert {other.http.get(path).status_code for path in ("/docs", "/redoc", "/openapi.json")} == {404}
 
