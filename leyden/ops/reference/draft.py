@@ -45,7 +45,8 @@ def block_attention(
     for own_q, own_k, own_v, past, table in blocks:
         context = cache[:, table[: -(-int(past) // page)]].flatten(1, 2)[:, : int(past)].to(q.dtype)
         q1, k1, v1 = (t[None, None] for t in (own_q, own_k, own_v))
-        out = block_attention_packed(q1, k1, v1, *context[:, None], past.view(1, 1), causal, window, sinks)
+        context_k, context_v = context[:, None]
+        out = block_attention_packed(q1, k1, v1, context_k, context_v, past.view(1, 1), causal, window, sinks)
         outputs.append(out[0, 0])
     return torch.cat(outputs)
 
