@@ -37,9 +37,6 @@ _ALIASES = {
     "quantization_config": "quantization",
 }
 
-# files whose word counts beside config.json's
-_BESIDE = ("generation_config.json", "tokenizer_config.json", "hf_quant_config.json")
-
 # field -> keys that spell out the layers; the first one present counts, so a list wins over a string
 _PATTERNS = {
     "pattern": ("layers_block_type", "layer_types", "hybrid_override_pattern"),
@@ -206,12 +203,11 @@ class ModelConfig:
     def from_folder(cls, folder: Path, overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
         """Of a checkpoint folder: config.json, and what its neighbours say about end tokens and quantisation."""
         keys = read_json(folder / "config.json")
-        beside = {path.name: read_json(path) for path in map(folder.joinpath, _BESIDE) if path.exists()}
         if not keys.get("quantization_config"):
-            keys["quantization_config"] = beside.get("hf_quant_config.json")
-        ends = token_ids("eos_token_id", beside.get("generation_config.json", {}).get("eos_token_id"))
+            keys["quantization_config"] = _beside(folder, "hf_quant_config.json") or None
+        ends = token_ids("eos_token_id", _beside(folder, "generation_config.json").get("eos_token_id"))
         keys["eos_token_id"] = [*token_ids("eos_token_id", keys.get("eos_token_id", 2)), *ends]
-        keys["tokenizer_eos_id"] = _tokenizer_eos(beside.get("tokenizer_config.json", {}))
+        keys["tokenizer_eos_id"] = _tokenizer_eos(folder)
         return cls.from_dict(keys, overrides)
 
     def to_dict(self) -> dict[str, Any]:
@@ -284,7 +280,7 @@ def _letters(key: str, layers: Any) -> str:
     known = ", ".join(_LETTERS)
     if isinstance(layers, list):
         for name in layers:
-            _require(name in _LETTERS, key, name, f"a list of {known}")
+            _require(isinstance(name, str) and name in _LETTERS, key, name, f"a list of {known}")
         layers = "".join(_LETTERS[name] for name in layers)
     _require(isinstance(layers, str) and layers != "", key, layers, f"a string of M, E, * and -, or a list of {known}")
     strange = "".join(sorted(set(layers) - set("ME*-")))
@@ -314,9 +310,17 @@ def _limits(value: Any) -> tuple[float, float]:
     return _typed("time_step_limit", low, (float,)), _typed("time_step_limit", high, (float,))
 
 
-def _tokenizer_eos(tokenizer: Mapping[str, Any]) -> int | None:
-    """The id of the end token that a tokenizer_config.json names; None if it does not list its ids."""
-    eos = tokenizer.get("eos_token")
+def _beside(folder: Path, name: str) -> dict[str, Any]:
+    """A neighbour of config.json; empty if the folder does not have it."""
+    return read_json(folder / name) if (folder / name).exists() else {}
+
+
+def _tokenizer_eos(folder: Path) -> int | None:
+    """The id of the end token that the tokenizer's files name; None if they name none."""
+    config = _beside(folder, "tokenizer_config.json")
+    eos = config.get("eos_token") or _beside(folder, "special_tokens_map.json").get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
-    added = tokenizer.get("added_tokens_decoder", {})
-    return next((int(i) for i, token in added.items() if eos is not None and token.get("content") == eos), None)
+    added = config.get("added_tokens_decoder")  # transformers 4 lists the ids here, 5 leaves them to tokenizer.json
+    if not added:
+        added = {token["id"]: token for token in _beside(folder, "tokenizer.json").get("added_tokens", [])}
+    return next((int(id) for id, token in added.items() if eos and token.get("content") == eos), None)

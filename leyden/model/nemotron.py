@@ -1,7 +1,7 @@
 """The network. Its modules and parameters carry the names of the checkpoint; experts alone are stacked in memory."""
 
 from collections.abc import Collection, Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from leyden.model.moe import MoE
 
 
 class Layer(nn.Module):
-    """One norm and one mixer: x + mixer(norm(x)). `before` is the pattern up to this layer."""
+    """One norm and one mixer: x + mixer(norm(x)). `before` is the pattern up to here: it counts the pool's layers."""
 
     def __init__(self, letter: str, before: str, config: ModelConfig, dtype: torch.dtype):
         super().__init__()
@@ -39,6 +39,8 @@ class Layer(nn.Module):
 
 
 class Backbone(nn.Module):
+    """Everything between the token ids and lm_head."""
+
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
         super().__init__()
         self.embeddings = Weight(config.vocab_size, config.hidden_size, dtype=dtype)
@@ -47,33 +49,62 @@ class Backbone(nn.Module):
         self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon, dtype)
 
 
-class Nemotron(nn.Module):
-    """Parameters are left uninitialised: a loader fills them. device="meta" builds the structure without memory."""
+class MTP(nn.Module):
+    """Multi-token prediction: from a hidden state and the token after it, the hidden state of that token.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"):
+    The layers keep their keys in the pool after the backbone's attention layers (DeepSeek-V3, section 2.2, with
+    Nemotron's `*E` in place of a transformer block).
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype):
         super().__init__()
+        hidden, eps, letters = config.hidden_size, config.layer_norm_epsilon, config.mtp_pattern
+        self.layers = nn.ModuleList(
+            Layer(letter, config.pattern + letters[:i], config, dtype) for i, letter in enumerate(letters)
+        )
+        first, last = self.layers[0], self.layers[-1]
+        first.enorm = RMSNorm(hidden, eps, dtype)
+        first.hnorm = RMSNorm(hidden, eps, dtype)
+        first.eh_proj = Weight(hidden, 2 * hidden, dtype=dtype)
+        last.final_layernorm = RMSNorm(hidden, eps, dtype)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, ctx: Context) -> Tensor:
+        """[T, H] -> [T, H], which lm_head turns into logits and the next draft step takes as its `hidden`.
+
+        Row i holds hidden[i], the backbone's output at a position (after norm_f), and embedded[i], the embedding of the
+        token that follows it. ctx gives the position of hidden[i].
+        """
+        first: Any = self.layers[0]
+        last: Any = self.layers[-1]
+        joined = torch.cat([first.enorm(embedded), first.hnorm(hidden)], dim=-1)
+        out, _ = _through(self.layers, last.final_layernorm, ops.linear(joined, first.eh_proj), ctx)
+        return out
+
+
+class Nemotron(nn.Module):
+    """The backbone, lm_head and, with `mtp`, the multi-token-prediction module.
+
+    Parameters are left uninitialised: a loader fills them. device="meta" builds the structure without memory.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", mtp: bool = False):
+        super().__init__()
+        if mtp and not config.num_nextn_predict_layers:
+            raise ConfigError("the model has no MTP module: num_nextn_predict_layers must be 1 in config.json, got 0")
         self.config = config
         with torch.device(device):
             self.backbone = Backbone(config, dtype)
             self.lm_head = Weight(config.vocab_size, config.hidden_size, dtype=dtype)
             if config.tie_word_embeddings:
                 self.lm_head = self.backbone.embeddings
+            self.mtp = MTP(config, dtype) if mtp else None
 
     def forward(self, tokens: Tensor, ctx: Context, taps: Collection[int] = ()) -> tuple[Tensor, list[Tensor]]:
         """tokens int [T] -> (hidden [T, H] after norm_f, the residual stream [T, H] after each layer of `taps`).
 
         The taps come in the order of the layers. The residual stream has the model's dtype: sums are rounded to it.
         """
-        layers = list(cast(Iterable[Layer], self.backbone.layers))
-        norms = [*(layer.norm for layer in layers), self.backbone.norm_f]
-        residual = self.embed(tokens)
-        hidden = norms[0](residual)
-        tapped = []
-        for i, layer in enumerate(layers):
-            hidden, residual = norms[i + 1].add(layer.mixer(hidden, ctx), residual)
-            if i in taps:
-                tapped.append(residual)
-        return hidden, tapped
+        return _through(self.backbone.layers, self.backbone.norm_f, self.embed(tokens), ctx, taps)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int [T] -> [T, H]"""
@@ -82,3 +113,21 @@ class Nemotron(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> fp32 [..., V]"""
         return ops.linear(hidden, self.lm_head).float()
+
+
+def _through(
+    stack: nn.ModuleList, last: RMSNorm, residual: Tensor, ctx: Context, taps: Collection[int] = ()
+) -> tuple[Tensor, list[Tensor]]:
+    """(norm of the stream after all layers, the stream after each layer of `taps`).
+
+    Each layer's sum is taken together with the norm that reads it: the next layer's, `last` in the end.
+    """
+    layers = list(cast(Iterable[Layer], stack))
+    norms = [*(layer.norm for layer in layers), last]
+    hidden = norms[0](residual)
+    tapped = []
+    for i, layer in enumerate(layers):
+        hidden, residual = norms[i + 1].add(layer.mixer(hidden, ctx), residual)
+        if i in taps:
+            tapped.append(residual)
+    return hidden, tapped

@@ -322,6 +322,13 @@ def test_folder_unites_end_tokens(tmp_path) -> None:
     assert ModelConfig.from_folder(tmp_path, {"hidden_size": 64}).hidden_size == 64
 
 
+@pytest.mark.parametrize("eos", ["<|im_end|>", {"content": "<|im_end|>"}])
+def test_tokenizer_end_token_without_ids_in_its_config(tmp_path, eos: object) -> None:
+    added = [{"id": 2, "content": "</s>"}, {"id": 11, "content": "<|im_end|>"}]
+    write(tmp_path, config=NANO, special_tokens_map={"eos_token": eos}, tokenizer={"added_tokens": added, "model": {}})
+    assert ModelConfig.from_folder(tmp_path).tokenizer_eos_id == 11
+
+
 def test_folder_with_config_alone(tmp_path) -> None:
     write(tmp_path, config=NANO)
     assert ModelConfig.from_folder(tmp_path) == ModelConfig.from_dict(NANO)
