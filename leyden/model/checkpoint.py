@@ -50,7 +50,7 @@ _UNUSED = re.compile(r"\.(input_scale|k_scale|v_scale|kv_scale|inv_freq)$")
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class Stored:
     """One tensor of a checkpoint's files."""
 
     file: Path
@@ -81,7 +81,7 @@ def load(model: Nemotron, folder: Path, device: torch.device | str = "cpu", prog
         ThreadPoolExecutor(_READERS) as readers,
     ):
 
-        def read(shard: list[_Stored]) -> None:
+        def read(shard: list[Stored]) -> None:
             with safe_open(shard[0].file, framework="pt") as file:
                 for stored in shard:
                     targets[_canonical(stored.name)].copy_(file.get_tensor(stored.name))
@@ -120,10 +120,10 @@ def save(model: Nemotron, folder: Path, max_shard_bytes: int = 5 * 10**9) -> Non
     if count > 1:
         size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
         weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        _write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     dtype = str(model.backbone.embeddings.dtype).removeprefix("torch.")
     config = replace(model.config, dtype=dtype, num_nextn_predict_layers=int(model.mtp is not None))
-    _write_json(folder / "config.json", config.to_dict())
+    write_json(folder / "config.json", config.to_dict())
 
 
 @torch.no_grad()
@@ -183,13 +183,13 @@ def _canonical(name: str) -> str:
     return name + ".weight" if name.endswith((".experts.up_proj", ".experts.down_proj")) else name
 
 
-def _match(model: Nemotron, folder: Path) -> list[_Stored]:
+def _match(model: Nemotron, folder: Path) -> list[Stored]:
     """The tensors of `folder` that fill `model`, file by file, after checking that they fit it exactly."""
     addresses = _addresses(model)
-    fit: dict[str, _Stored] = {}
-    heads: list[_Stored] = []
+    fit: dict[str, Stored] = {}
+    heads: list[Stored] = []
     problems: dict[str, list[str]] = defaultdict(list)
-    for stored in _stored(folder):
+    for stored in stored_tensors(folder):
         name = _canonical(stored.name)
         if name not in addresses:
             if name == "lm_head.weight":  # tied
@@ -208,7 +208,7 @@ def _match(model: Nemotron, folder: Path) -> list[_Stored]:
     stacked = re.compile(r"\.experts\.\d+\.")
     problems["missing"] = [n for n, _ in _tensors(model) if n not in fit and stacked.sub(".experts.", n) not in fit]
     if any(problems.values()):
-        lines = [f"  {kind} ({len(names)}): {_some(names)}" for kind, names in problems.items() if names]
+        lines = [f"  {kind} ({len(names)}): {some(names)}" for kind, names in problems.items() if names]
         raise CheckpointError("\n".join([f"{folder}: the weights do not fit config.json", *lines]))
     for head in heads:
         if not torch.equal(_read(head), _read(fit["backbone.embeddings.weight"])):
@@ -219,13 +219,13 @@ def _match(model: Nemotron, folder: Path) -> list[_Stored]:
     return list(fit.values())
 
 
-def _read(stored: _Stored) -> Tensor:
+def _read(stored: Stored) -> Tensor:
     with safe_open(stored.file, framework="pt") as file:
         tensor: Tensor = file.get_tensor(stored.name)
     return tensor
 
 
-def _stored(folder: Path) -> list[_Stored]:
+def stored_tensors(folder: Path) -> list[Stored]:
     """What the headers of the files of `folder` say, file by file; no weight is read."""
     index = folder / _INDEX
     if index.exists():
@@ -240,7 +240,7 @@ def _stored(folder: Path) -> list[_Stored]:
             with safe_open(file, framework="pt") as header:
                 for name in header.keys():  # noqa: SIM118 (not a dict)
                     tensor = header.get_slice(name)
-                    found.append(_Stored(file, name, tuple(tensor.get_shape()), tensor.get_dtype()))
+                    found.append(Stored(file, name, tuple(tensor.get_shape()), tensor.get_dtype()))
         except FileNotFoundError:
             raise CheckpointError(
                 f"{file}: no such file, but {_INDEX} names it; the download is not complete"
@@ -251,7 +251,7 @@ def _stored(folder: Path) -> list[_Stored]:
     return found
 
 
-def _refuse_quantised(folder: Path, found: Iterable[_Stored]) -> None:
+def _refuse_quantised(folder: Path, found: Iterable[Stored]) -> None:
     dtypes = {stored.name: stored.dtype for stored in found}
     for name, dtype in dtypes.items():
         match name.rpartition(".")[2], dtype:
@@ -266,10 +266,10 @@ def _refuse_quantised(folder: Path, found: Iterable[_Stored]) -> None:
         raise CheckpointError(f"{folder}: quantised checkpoints of kind {kind} are not supported yet (found {name})")
 
 
-def _some(names: list[str], limit: int = 10) -> str:
+def some(names: list[str], limit: int = 10) -> str:
     rest = f", and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest
 
 
-def _write_json(path: Path, content: dict[str, object]) -> None:
+def write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(dumps(content, indent=2) + "\n", encoding="utf-8")
