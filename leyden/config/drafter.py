@@ -79,7 +79,6 @@ class DrafterConfig:
     sample_from_anchor: bool = False  # row i predicts position i + 1 of the block (True) or its own position i
     markov_rank: int = 0  # 0: no Markov head
     confidence: Literal[None, "hidden", "markov"] = None  # what the confidence head reads; "markov": hidden and W1
-    has_embed_tokens: bool = True  # False: the target's table
     rope: Rope = Rope()
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 1048576
@@ -159,7 +158,6 @@ class DrafterConfig:
             sample_from_anchor=_anchor_first(keys, method),
             markov_rank=_one(keys, "markov_rank", "dspark_markov_rank") or 0,
             confidence=_confidence(keys),
-            has_embed_tokens=keys.get("has_embed_tokens", True),
             rope=_rope(keys),
             rms_norm_eps=keys.get("rms_norm_eps", 1e-6),
             max_position_embeddings=keys.get("max_position_embeddings", 1048576),
@@ -199,7 +197,7 @@ class DrafterConfig:
             "attention_sink_bias": self.attention_sinks,
             "dflash_query_causal": self.causal[0],
             "sample_from_anchor": self.sample_from_anchor,
-            "has_embed_tokens": self.has_embed_tokens,
+            "has_embed_tokens": True,
             "has_lm_head": False,
             "dtype": "bfloat16",
             "use_cache": False,
