@@ -44,14 +44,15 @@ SMALL = ModelConfig(
 )
 
 
-def vectors(name: str) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Tensor]]:
-    """(config, weights, everything else) of one file of tests/data/forward."""
+def vectors(name: str, pattern: str) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Tensor]]:
+    """(config with that pattern, weights, everything else) of one file of tests/data/forward."""
     data = np.load(VECTORS / f"{name}.npz")
     raw: dict[str, Any] = json.loads(str(data["config"]))
     known = {f.name for f in fields(ModelConfig)}
     values = {key: value for key, value in raw.items() if key in known}
     values["shared_expert_width"] = raw["n_shared_experts"] * raw["moe_shared_expert_intermediate_size"]
-    config = ModelConfig(pattern="", intermediate_sizes=(raw["intermediate_size"],), **values)
+    widths = (raw["intermediate_size"],) * pattern.count("-")
+    config = ModelConfig(pattern=pattern, intermediate_sizes=widths, **values)
     tensors = {key: torch.from_numpy(data[key]) for key in data if key != "config"}
     weights = {key[2:]: value for key, value in tensors.items() if key.startswith("w.")}
     return config, weights, {key: value for key, value in tensors.items() if not key.startswith("w.")}

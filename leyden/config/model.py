@@ -106,8 +106,8 @@ class ModelConfig:
 
     bos_token_id: int | None = 1
     pad_token_id: int | None = 0
-    eos_token_ids: tuple[int, ...] = (2,)  # of config.json and generation_config.json together
-    tokenizer_eos_id: int | None = None  # the end token that the tokenizer names, where known
+    eos_token_ids: tuple[int, ...] = (2,)  # of config.json, generation_config.json and the tokenizer together
+    tokenizer_eos_id: int | None = None  # the one that the tokenizer names, where known
 
     quantization: dict[str, Any] | None = field(default=None, hash=False)  # quantization_config or hf_quant_config.json
 
@@ -205,9 +205,9 @@ class ModelConfig:
         keys = read_json(folder / "config.json")
         if not keys.get("quantization_config"):
             keys["quantization_config"] = _beside(folder, "hf_quant_config.json") or None
-        ends = token_ids("eos_token_id", _beside(folder, "generation_config.json").get("eos_token_id"))
-        keys["eos_token_id"] = [*token_ids("eos_token_id", keys.get("eos_token_id", 2)), *ends]
-        keys["tokenizer_eos_id"] = _tokenizer_eos(folder)
+        own = keys["tokenizer_eos_id"] = _tokenizer_eos(folder)
+        sources = keys.get("eos_token_id", 2), _beside(folder, "generation_config.json").get("eos_token_id"), own
+        keys["eos_token_id"] = [id for source in sources for id in token_ids("eos_token_id", source)]
         return cls.from_dict(keys, overrides)
 
     def to_dict(self) -> dict[str, Any]:

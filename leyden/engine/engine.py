@@ -8,6 +8,7 @@ import torch
 from leyden import log
 from leyden.cache.pool import Pool
 from leyden.config.engine import EngineConfig
+from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
 from leyden.engine.memory import Split, divide, dtype_of
 from leyden.engine.runner import Runner, StepOutput
@@ -46,6 +47,7 @@ class Engine:
                 policy=limits.pop("policy", "fcfs"),
             ),
             eos_token_ids=model.config.eos_token_ids,
+            quiet_eos=model.config.tokenizer_eos_id,
             **limits,
         )
         pool = Pool(model.config, shape, device)
@@ -58,7 +60,7 @@ class Engine:
         """Read a checkpoint and get ready. Raises ConfigError or CheckpointError."""
         started = time.monotonic()
         device = _device(config.device)
-        folder = checkpoint.resolve(config.model, config.revision)
+        folder = resolve(config.model, config.revision)
         architecture = ModelConfig.from_folder(folder, config.hf_overrides)
         dtype = dtype_of(config.dtype, getattr(torch, architecture.dtype), "--dtype")
         model = checkpoint.build(architecture, dtype, device)
@@ -85,7 +87,7 @@ class Engine:
         weights = sum(p.numel() * p.element_size() for p in self.runner.model.parameters())
         return {
             "device": str(self.runner.pool.committed.device),
-            "dtype": str(self.runner.model.dtype).removeprefix("torch."),
+            "dtype": str(self.split.shape.conv_dtype).removeprefix("torch."),
             "parameters": parameters,
             "weight_bytes": weights,
             "memory": str(self.split),

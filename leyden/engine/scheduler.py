@@ -56,9 +56,13 @@ class Sequence:
 class Scheduler:
     """Sequences, waiting and running, and the free lists of slots and pages."""
 
-    def __init__(self, limits: Limits, eos_token_ids: Iterable[int] = (), seed: int = 0):
+    def __init__(
+        self, limits: Limits, eos_token_ids: Iterable[int] = (), quiet_eos: int | None = None, seed: int = 0
+    ):
+        """`quiet_eos` is the end token of the tokenizer: the one that is not reported as a stop_reason."""
         self.limits = limits
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.quiet_eos = quiet_eos
         self.waiting: list[tuple[tuple[int, float, int], Sequence]] = []  # heap
         self.running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
@@ -239,7 +243,8 @@ class Scheduler:
         self._stats.generated_tokens += 1
         generated = len(sequence.tokens) - sequence.prompt_len
         if token in sequence.stop_ids and generated > request.params.min_tokens:
-            delta.finish_reason, delta.stop_reason = "stop", token
+            named = token != self.quiet_eos or token in request.params.stop_token_ids
+            delta.finish_reason, delta.stop_reason = "stop", token if named else None
         elif len(sequence.tokens) >= sequence.limit:
             delta.finish_reason = "length"
         return self._finish(sequence, delta) if delta.finish_reason else delta

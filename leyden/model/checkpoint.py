@@ -1,8 +1,9 @@
 """Checkpoints: the safetensors files of a folder, and the parameters of a network.
 
     resolve   a name -> the folder (see leyden.config.folder)
+    build     config -> network, with room for its parameters
     load      folder -> network
-    save      network -> folder, readable by transformers and vLLM too
+    save      network -> folder, in the layout of the releases (transformers reads it)
     dummy     random values by recipe, for measurements without weights
 
 Names are the same on both sides, but for three things. Files may write the prefix `backbone.` as `model.` (and put
@@ -32,18 +33,19 @@ from torch import Tensor
 from tqdm import tqdm
 
 from leyden.config.folder import read_json, resolve
+from leyden.config.model import ModelConfig
 from leyden.errors import CheckpointError
 from leyden.log import get
 from leyden.model.nemotron import Nemotron
 
-__all__ = ["dummy", "load", "resolve", "save"]
+__all__ = ["build", "dummy", "load", "resolve", "save"]
 
 log = get(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _FLOATS = {"BF16": 2, "F16": 2, "F32": 4}  # dtypes of plain tensors, as safetensors calls them -> bytes
 _READERS = 8  # threads; one cannot keep a fast disk or a page cache busy
-_CHUNK = 1 << 24  # elements of random values made at a time
+_CHUNK = 1 << 22  # random values made at a time
 
 # tensors of real files that a network of plain weights has no use for
 _UNUSED = re.compile(r"\.(input_scale|k_scale|v_scale|kv_scale|inv_freq)$")
@@ -61,6 +63,11 @@ class Stored:
     @property
     def bytes(self) -> int:
         return prod(self.shape) * _FLOATS[self.dtype]
+
+
+def build(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", mtp: bool = False) -> Nemotron:
+    """The network on `device`, its parameters allocated but not filled: load or dummy does that."""
+    return Nemotron(config, dtype, device, mtp)
 
 
 def load(model: Nemotron, folder: Path, device: torch.device | str = "cpu", progress: bool = True) -> None:
@@ -122,7 +129,8 @@ def save(model: Nemotron, folder: Path, max_shard_bytes: int = 5 * 10**9) -> Non
         weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     dtype = str(model.backbone.embeddings.dtype).removeprefix("torch.")
-    config = replace(model.config, dtype=dtype, num_nextn_predict_layers=int(model.mtp is not None))
+    steps = int(model.mtp is not None)
+    config = replace(model.config, dtype=dtype, num_nextn_predict_layers=steps, quantization=None)
     write_json(folder / "config.json", config.to_dict())
 
 
@@ -172,7 +180,8 @@ def _tensors(model: Nemotron) -> Iterator[tuple[str, Tensor]]:
 
 def _addresses(model: Nemotron) -> dict[str, Tensor]:
     """What a file's tensor fills, by its canonical name: every tensor, and the stacks of experts as a whole."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()} | dict(_tensors(model))
+    whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return whole | dict(_tensors(model))
 
 
 def _canonical(name: str) -> str:

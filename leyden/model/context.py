@@ -28,7 +28,8 @@ class Context:
         """Whole sequences side by side, without a cache: training and oracles."""
         none = _rows([], device)
         rows = _rows(lens, device)
-        positions = torch.cat([torch.arange(n, dtype=torch.int32, device=device) for n in lens])
+        first = rows.starts[:-1].repeat_interleave(rows.starts.diff(), output_size=rows.tokens)
+        positions = torch.arange(rows.tokens, dtype=torch.int32, device=device) - first
         return cls(narrow=none, wide=rows, positions=positions)
 
     def parts(self) -> list[tuple[slice, Rows, bool]]:

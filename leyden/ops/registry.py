@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-_BACKENDS = {"cuda": "leyden.ops.triton"}  # device type -> module that registers its kernels when imported
+# Device type, or version that stands for all devices -> module that registers its kernels when imported.
+_BACKENDS = {"cuda": "leyden.ops.triton", "training": "leyden.ops.training"}
+_VERSIONS = ("reference", "training")
 _loaded: set[str] = set()
-_reference_only = False
+_version: str | None = None
 
 
 class Op:
@@ -29,9 +31,9 @@ class Op:
         self._kernels[device, format] = kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _reference_only:
+        if _version == "reference":
             return self.reference(*args, **kwargs)
-        device = _device(args)
+        device = _version or _device(args)
         if device in _BACKENDS and device not in _loaded:
             _loaded.add(device)
             import_module(_BACKENDS[device])
@@ -52,12 +54,15 @@ def _format(args: tuple[Any, ...]) -> str:
 
 @contextmanager
 def using(version: str) -> Iterator[None]:
-    """`with using("reference"):` runs every op by its reference: the oracle of kernel tests."""
-    global _reference_only
-    if version != "reference":
-        raise ValueError(f'using() knows "reference" only, got {version!r}')
-    before, _reference_only = _reference_only, True
+    """Within the block, run every op by one version on all devices.
+
+    "reference": the oracle of kernel tests. "training": differentiable code for packed rows, else the reference.
+    """
+    global _version
+    if version not in _VERSIONS:
+        raise ValueError(f"using() knows {' and '.join(_VERSIONS)}, got {version!r}")
+    before, _version = _version, version
     try:
         yield
     finally:
-        _reference_only = before
+        _version = before

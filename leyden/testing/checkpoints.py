@@ -4,8 +4,11 @@ Every preset keeps what real configs have and sloppy code trips over: the attent
 the Mamba width from `expand` times it, and expert widths are multiples of 16. The values are not for measurements (see
 leyden.model.checkpoint.dummy) but for tests: logits are a few units wide, states decay at many speeds, and every layer
 moves the residual stream, so that a wrong formula anywhere shows in the output.
+
+    python -m leyden.testing.checkpoints FOLDER [--preset NAME] [--seed N]
 """
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor
 
 from leyden.config.model import ModelConfig
-from leyden.model.checkpoint import save
+from leyden.model.checkpoint import build, save
 from leyden.model.nemotron import Nemotron
 from leyden.testing.tokenizer import write as write_tokenizer
 
@@ -56,7 +59,7 @@ def tiny(folder: Path, preset: str = "tiny", seed: int = 0, tokenizer: bool = Tr
     the folder's config says.
     """
     config = ModelConfig.from_dict(PRESETS[preset], overrides)
-    model = Nemotron(config, getattr(torch, config.dtype), mtp=config.num_nextn_predict_layers > 0)
+    model = build(config, getattr(torch, config.dtype), mtp=config.num_nextn_predict_layers > 0)
     randomise(model, seed)
     save(model, folder)
     defaults = {"bos_token_id": 1, "do_sample": True, "eos_token_id": [2, 11], "pad_token_id": 0}
@@ -97,3 +100,16 @@ def randomise(model: Nemotron, seed: int = 0) -> None:
             normal(parameter, 0, 1)
         else:
             normal(parameter, 0, parameter.shape[-1] ** -0.5)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Write a small random checkpoint for tests.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--preset", choices=PRESETS, default="tiny")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    tiny(options.folder, options.preset, options.seed)
+
+
+if __name__ == "__main__":
+    main()

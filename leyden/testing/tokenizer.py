@@ -23,7 +23,17 @@ SMALLEST = len(SPECIAL) + len(RESERVED) + 256
 _MARKUP = re.compile("|".join(map(re.escape, SPECIAL)))
 
 # How LLaMA 3 splits text before merging: contractions, words, up to three digits, punctuation, line ends, blanks.
-_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLIT = "|".join(
+    [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
 
 
 def write(folder: str | Path, vocab_size: int = 512, corpus: Iterable[str] | None = None) -> None:

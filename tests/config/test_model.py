@@ -326,7 +326,8 @@ def test_folder_unites_end_tokens(tmp_path) -> None:
 def test_tokenizer_end_token_without_ids_in_its_config(tmp_path, eos: object) -> None:
     added = [{"id": 2, "content": "</s>"}, {"id": 11, "content": "<|im_end|>"}]
     write(tmp_path, config=NANO, special_tokens_map={"eos_token": eos}, tokenizer={"added_tokens": added, "model": {}})
-    assert ModelConfig.from_folder(tmp_path).tokenizer_eos_id == 11
+    config = ModelConfig.from_folder(tmp_path)
+    assert (config.tokenizer_eos_id, config.eos_token_ids) == (11, (2, 11))
 
 
 def test_folder_with_config_alone(tmp_path) -> None:

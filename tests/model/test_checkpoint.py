@@ -12,7 +12,7 @@ from torch import Tensor
 from leyden.config.model import ModelConfig
 from leyden.errors import CheckpointError
 from leyden.model import checkpoint
-from leyden.model.checkpoint import dummy, load, save
+from leyden.model.checkpoint import build, dummy, load, save
 from leyden.model.context import Context
 from leyden.model.nemotron import Nemotron
 from leyden.testing.checkpoints import PRESETS, tiny
@@ -22,7 +22,7 @@ Tensors = dict[str, Tensor]
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", mtp: bool | None = None) -> Nemotron:
     config = ModelConfig.from_folder(folder)
-    model = Nemotron(config, dtype, device, mtp=config.num_nextn_predict_layers > 0 if mtp is None else mtp)
+    model = build(config, dtype, device, config.num_nextn_predict_layers > 0 if mtp is None else mtp)
     load(model, folder, progress=False)
     return model
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from leyden.config.model import ModelConfig
 from leyden.errors import ConfigError
 from leyden.model.context import Context
-from leyden.model.nemotron import Nemotron
+from leyden.model.nemotron import Layer, Nemotron
 from tests.batches import CLOSE, SMALL, context, fill, pool
 
 LATENT = replace(SMALL, moe_latent_size=20, n_group=4, topk_group=2)
@@ -73,7 +73,7 @@ def test_tied_embeddings_are_one_parameter() -> None:
 
 def test_what_cannot_be_built_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="'X'"):
-        Nemotron(replace(SMALL, pattern="MX"), torch.float32, "meta")
+        Layer("X", "", SMALL, torch.float32)
     with pytest.raises(ConfigError, match="num_nextn_predict_layers"):
         Nemotron(SMALL, torch.float32, "meta", mtp=True)
 
@@ -84,7 +84,7 @@ def test_taps_are_the_residual_stream_after_a_layer() -> None:
     hidden, taps = network(ids, ctx, taps=(4, 1))
     assert [t.shape for t in taps] == [(9, 32)] * 2
     torch.testing.assert_close(network.backbone.norm_f(taps[1]), hidden)
-    shorter = Nemotron(replace(SMALL, pattern="ME"), torch.float32).requires_grad_(False)
+    shorter = Nemotron(replace(SMALL, pattern="ME", intermediate_sizes=()), torch.float32).requires_grad_(False)
     names = shorter.state_dict()
     shorter.load_state_dict({name: value for name, value in network.state_dict().items() if name in names})
     torch.testing.assert_close(network.backbone.norm_f(taps[0]), shorter(ids, ctx)[0], **CLOSE)

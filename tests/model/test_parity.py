@@ -24,7 +24,15 @@ SHARED = [  # fields of the same name and meaning
     *("norm_topk_prob", "routed_scaling_factor", "layer_norm_epsilon"),
 ]
 LENGTHS = [1, 7, 128, 300, 1000]
-PLAIN = replace(SMALL, vocab_size=256, hidden_size=48, pattern="MEM*EM", num_attention_heads=4, mamba_num_heads=8)
+PLAIN = replace(
+    SMALL,
+    vocab_size=256,
+    hidden_size=48,
+    pattern="MEM*EM",
+    intermediate_sizes=(),
+    num_attention_heads=4,
+    mamba_num_heads=8,
+)
 CONFIGS = {
     "plain": PLAIN,
     "latent": replace(PLAIN, moe_latent_size=20, n_group=4, topk_group=2, routed_scaling_factor=5.0),
@@ -57,7 +65,7 @@ def theirs(name: str, dtype: torch.dtype = torch.float32) -> NemotronHForCausalL
     raw = NemotronHConfig(
         **same,
         layers_block_type=[mixers[letter] for letter in config.pattern],
-        intermediate_size=config.intermediate_sizes[0],
+        intermediate_size=max(config.intermediate_sizes, default=1),
         moe_shared_expert_intermediate_size=config.shared_expert_width,
         time_step_min=1e-30,
         eos_token_id=None,

@@ -12,8 +12,8 @@ from tests.batches import CLOSE, context, load, pool, vectors
 
 
 def built(name: str, letter: str, **changes: int) -> tuple[Layer, dict[str, Tensor]]:
-    config, weights, data = vectors(name)
-    layer = Layer(letter, "", replace(config, pattern=letter, **changes), torch.float32).requires_grad_(False)
+    config, weights, data = vectors(name, letter)
+    layer = Layer(letter, "", replace(config, **changes), torch.float32).requires_grad_(False)
     load(layer, weights)
     return layer, data
 
@@ -37,14 +37,9 @@ def test_tokens_alone(name: str, letter: str) -> None:
         check(layer.mixer.shared_experts(normed), data["shared_out"])
 
 
-def cached(name: str, letter: str):
-    config = replace(vectors(name)[0], pattern=letter)
-    return pool(config, slots=4, tokens=24)
-
-
 def test_attention() -> None:
     layer, data = built("attention", "*")
-    cache = cached("attention", "*")
+    cache = pool(vectors("attention", "*")[0], tokens=24)
     n = data["cu_seqlens"].diff().tolist()
     past = len(data["k_past_seq0"])
     for kind, name in enumerate(("k_past_seq0", "v_past_seq0")):
@@ -63,7 +58,7 @@ def test_attention() -> None:
 @pytest.mark.parametrize("fresh", [False, True], ids=["states", "zero_state"])
 def test_mamba(chunk_size: int, fresh: bool) -> None:
     layer, data = built("mamba", "M", chunk_size=chunk_size)
-    cache = cached("mamba", "M")
+    cache = pool(vectors("mamba", "M")[0], tokens=24)
     lens = data["cu_seqlens"].diff().tolist()
     slots, past = [3, 1], 0 if fresh else 5
     if not fresh:
@@ -79,7 +74,7 @@ def test_mamba(chunk_size: int, fresh: bool) -> None:
 @pytest.mark.parametrize("fresh", [False, True], ids=["states", "zero_state"])
 def test_mamba_token_by_token(fresh: bool) -> None:
     layer, data = built("mamba", "M")
-    cache = cached("mamba", "M")
+    cache = pool(vectors("mamba", "M")[0], tokens=24)
     starts = data["cu_seqlens"].tolist()
     slots, past = [3, 1], 0 if fresh else 5
     if not fresh:
@@ -98,7 +93,7 @@ def test_mamba_token_by_token(fresh: bool) -> None:
 
 @pytest.mark.parametrize("cuts", [[7], [1] * 7, [3, 1, 3]], ids=str)
 def test_mtp(cuts: list[int]) -> None:
-    config, weights, data = vectors("mtp")
+    config, weights, data = vectors("mtp", "M")
     mtp = MTP(config, torch.float32).requires_grad_(False)
     load(mtp, weights)
     cache = pool(replace(config, pattern="*"), slots=3, tokens=12)
@@ -116,7 +111,7 @@ def test_mtp(cuts: list[int]) -> None:
 
 
 def test_mtp_packed() -> None:
-    config, weights, data = vectors("mtp")
+    config, weights, data = vectors("mtp", "M")
     mtp = MTP(config, torch.float32).requires_grad_(False)
     load(mtp, weights)
     twice = [data[name][:7].repeat(2, 1) for name in ("h", "embedding_rows")]

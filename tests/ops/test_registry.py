@@ -38,3 +38,13 @@ def test_using_the_reference_ends_with_the_block() -> None:
     assert op(torch.ones(1)) == 20
     with pytest.raises(ValueError, match="reference"), using("fast"):
         pass
+
+
+def test_training_has_its_own_versions_and_else_the_reference() -> None:
+    op, other = Op(double), Op(double)
+    op.register("training", lambda x: 2000 * x)
+    other.register("cpu", lambda x: 20 * x)
+    with using("training"):
+        assert op(torch.ones(1)) == 2000
+        assert other(torch.ones(1)) == 2
+    assert (op(torch.ones(1)), other(torch.ones(1))) == (2, 20)

@@ -9,7 +9,7 @@ from leyden.config.model import ModelConfig
 from leyden.model.checkpoint import load
 from leyden.model.context import Context
 from leyden.model.nemotron import Nemotron
-from leyden.testing.checkpoints import PRESETS, tiny
+from leyden.testing.checkpoints import PRESETS, main, tiny
 from leyden.text.tokenizer import Tokenizer
 
 
@@ -49,6 +49,12 @@ def test_a_whole_checkpoint(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (600, 11)
     load(Nemotron(config, torch.bfloat16), tmp_path, progress=False)
+
+
+def test_command(tmp_path: Path) -> None:
+    main([str(tmp_path / "a"), "--preset", "latent", "--seed", "3"])
+    tiny(tmp_path / "b", "latent", 3)
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
 
 def test_without_tokenizer_the_vocabulary_may_be_small(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | 
     count, device = len(rows.lens), x.device
     before = _initial(state, rows) if state is not None else x.new_zeros(count, reach, x.shape[1])
     # One line: every row preceded by its `reach` earlier columns.
-    row = torch.repeat_interleave(torch.arange(count, device=device), torch.tensor(rows.lens, device=device))
+    lens = torch.tensor(rows.lens, device=device)
+    row = torch.repeat_interleave(torch.arange(count, device=device), lens, output_size=len(x))
     cells = torch.arange(len(x), device=device) + (row + 1) * reach
     heads = rows.starts[:-1, None] + torch.arange(count * reach, device=device).view(count, reach)
     line = x.new_zeros(len(x) + count * reach, x.shape[1]).index_copy(0, cells, x)
@@ -35,8 +36,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | 
     for tap in range(reach + 1):
         out = out + line[cells - reach + tap].float() * weight[:, tap].float()
     if state is not None:
-        tails = heads + torch.tensor(rows.lens, device=device)[:, None]
-        state[rows.slots] = line[tails].to(state.dtype)
+        state[rows.slots] = line[heads + lens[:, None]].to(state.dtype)
     return F.silu(out).to(x.dtype)
 
 
