@@ -1,0 +1,120 @@
+"""A drafter's blocks over what the target knows, and the loss of their drafts.
+
+Sources: DFlash (arXiv 2602.06036), equation 4; the DSpark paper, equations 9 to 12, and DeepSpec, its code.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from leyden import ops
+from leyden.model.context import Context
+from leyden.model.drafters import DraftAttention, DrafterNetwork
+from leyden.model.nemotron import Nemotron
+from leyden.train.batches import Batch
+from leyden.train.blocks import Blocks
+
+_LOGITS = 2**28  # most logits that are kept for the backward pass; more are computed again, part by part
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Weights of the terms of the loss, and of the drafts: draft k counts exp(-(k - 1) / decay)."""
+
+    cross_entropy: float
+    distance: float
+    confidence: float
+    decay: float = 4.0
+
+
+OBJECTIVES = {"dflash": Objective(1.0, 0.0, 0.0), "dspark": Objective(0.1, 0.9, 1.0)}
+
+
+@dataclass(frozen=True)
+class View:
+    """One batch as the target sees it: tokens int64 [T], hidden [T, H] after norm_f, taps: residual streams [T, H]."""
+
+    lens: tuple[int, ...]
+    tokens: Tensor
+    hidden: Tensor
+    taps: list[Tensor]
+
+
+@torch.no_grad()
+def view(target: Nemotron, taps: Sequence[int], batch: Batch) -> View:
+    device = target.lm_head.weight.device
+    tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
+    return View(batch.lens, tokens, *target(tokens, Context.packed(list(batch.lens), device), taps))
+
+
+def draft_hidden(network: DrafterNetwork, seen: View, blocks: Blocks, drafts: int) -> Tensor:
+    """Hidden states [S * M, drafts, H] that lm_head turns into the drafts of every block, all blocks at once.
+
+    Sequences are padded to the longest, which no block sees: its context ends before its anchor.
+    """
+    device = seen.tokens.device
+    padded = torch.nn.utils.rnn.pad_sequence(torch.cat(seen.taps, dim=-1).split(seen.lens), batch_first=True)
+    context = network.context([padded], torch.arange(padded.shape[1], device=device))
+    anchors = torch.from_numpy(blocks.anchors).to(device)
+
+    def attend(layer: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options = anchors, layer.causal, layer.window, layer.attention_sink_bias
+        return ops.block_attention_packed(q, k, v, *context[layer.index], *options)
+
+    tokens = network.block(seen.tokens[torch.from_numpy(blocks.tokens).to(device)], drafts)
+    positions = anchors[..., None] + torch.arange(tokens.shape[-1], device=device)
+    return network.predicting(network(tokens, positions, attend)).flatten(0, 1)
+
+
+def score(
+    network: DrafterNetwork, target: Nemotron, seen: View, blocks: Blocks, objective: Objective, drafts: int
+) -> tuple[Tensor, Tensor]:
+    """(loss, right [drafts]): the mean of the loss over the drafts of all blocks, and how many are right by depth.
+
+    Each term is sum(w * term) / sum(w) over the drafts that have a right answer, with w = exp(-(k - 1) / decay):
+
+        cross entropy   -log p(text)
+        distance        sum over the vocabulary of |p - q|
+        confidence      cross-entropy of the confidence head with the probability of acceptance, 1 - distance / 2
+
+    p: the drafter's distribution, its Markov head given the text's token before; q: the target's, given all the text
+    before. A draft is right if p and q have the same first choice.
+    """
+    device = seen.tokens.device
+    which, depths, places = (torch.from_numpy(array).to(device) for array in blocks.answers(drafts))
+    hidden = draft_hidden(network, seen, blocks, drafts)[which, depths - 1]
+    weights = torch.exp((1 - depths) / objective.decay)
+    rows = hidden, seen.hidden[places - 1], seen.tokens[places - 1], seen.tokens[places], weights / weights.sum()
+    parts = max(1, -(-len(places) * target.config.vocab_size // _LOGITS))
+    loss, matches = torch.zeros((), device=device), []
+    for part in zip(*(t.chunk(parts) for t in rows), strict=True):
+        if parts > 1:
+            one, match = checkpoint(_terms, network, target, objective, *part, use_reentrant=False)
+        else:
+            one, match = _terms(network, target, objective, *part)
+        loss = loss + one
+        matches.append(match)
+    counts = depths.new_zeros(drafts).index_add(0, depths - 1, torch.ones_like(depths))
+    right = torch.zeros(drafts, device=device).index_add(0, depths - 1, torch.cat(matches).float())
+    return loss, right / counts.clamp(min=1)
+
+
+def _terms(
+    network: DrafterNetwork, target: Nemotron, objective: Objective,
+    hidden: Tensor, target_hidden: Tensor, previous: Tensor, text: Tensor, weights: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(sum of weights * loss, match [n]) of n drafts."""
+    logits, wanted = network.correct(target.logits(hidden), previous), target.logits(target_hidden)
+    loss = objective.cross_entropy * F.cross_entropy(logits, text, reduction="none")
+    if objective.distance or objective.confidence:
+        distance = (logits.softmax(-1) - wanted.softmax(-1)).abs().sum(-1)
+        loss = loss + objective.distance * distance
+    if objective.confidence:
+        odds = network.confidence(hidden, previous)
+        accepted = 1 - distance.detach() / 2
+        loss = loss + objective.confidence * F.binary_cross_entropy_with_logits(odds, accepted, reduction="none")
+    return loss @ weights, logits.argmax(-1) == wanted.argmax(-1)
