@@ -1,15 +1,15 @@
 """The engine without a server: prompts in, answers out, in this process.
 
-    from leyden import LLM, SamplingParams
+from leyden import LLM, SamplingParams
 
-    llm = LLM("path/to/checkpoint")
-    for output in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32)):
-        print(output.outputs[0].text)
+llm = LLM("path/to/checkpoint")
+for output in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32)):
+    print(output.outputs[0].text)
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -77,12 +77,12 @@ class LLM:
 
         Raises RequestError if a prompt cannot be served as asked; then none is.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
+        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        every = cast(list[Prompt], [prompts] if single else prompts)
         if params is None:
             params = self.sampling_params()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        jobs = [_Job(self, prompt, p) for prompt, p in zip(prompts, each, strict=True)]  # type: ignore[arg-type]
+        each = [params] * len(every) if isinstance(params, SamplingParams) else list(params)
+        jobs = [_Job(self, prompt, p) for prompt, p in zip(every, each, strict=True)]
         started: dict[str, tuple[_Job, int]] = {}
         try:
             for job in jobs:

@@ -153,8 +153,8 @@ class Engine:
             raise RequestError("the prompt must hold at least one token", "prompt")
         if length >= self.max_model_len:
             raise RequestError(
-                f"This model's maximum context length is {self.max_model_len} tokens, but the prompt alone has {length} "
-                f"tokens and at least 1 is to be generated. Please reduce the length of the prompt.",
+                f"This model's maximum context length is {self.max_model_len} tokens, but the prompt alone has "
+                f"{length} tokens and at least 1 is to be generated. Please reduce the length of the prompt.",
                 "prompt",
             )
         vocab = self.config.vocab_size

@@ -56,9 +56,7 @@ class Sequence:
 class Scheduler:
     """Sequences, waiting and running, and the free lists of slots and pages."""
 
-    def __init__(
-        self, limits: Limits, eos_token_ids: Iterable[int] = (), quiet_eos: int | None = None, seed: int = 0
-    ):
+    def __init__(self, limits: Limits, eos_token_ids: Iterable[int] = (), quiet_eos: int | None = None, seed: int = 0):
         """`quiet_eos` is the end token of the tokenizer: the one that is not reported as a stop_reason."""
         self.limits = limits
         self.eos_token_ids = frozenset(eos_token_ids)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-# Device type, or version that stands for all devices -> module that registers its kernels when imported.
-_BACKENDS = {"cuda": "leyden.ops.triton", "training": "leyden.ops.training"}
+# Device type, or a version that stands for all devices -> module that registers its kernels when imported.
+_BACKENDS = {"training": "leyden.ops.training"}
 _VERSIONS = ("reference", "training")
 _loaded: set[str] = set()
 _version: str | None = None

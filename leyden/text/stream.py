@@ -19,23 +19,40 @@ _LONGEST_CHARACTER = 4  # bytes of UTF-8
 class Detokenizer:
     """Joins the bytes of tokens into text.
 
-    skip    ids that leave no text (special tokens)
-    prompt  ids before the answer: the bytes of a character that begins there and ends in the answer are used;
-            no other text of the prompt comes out
+    skip        ids that leave no text (special tokens)
+    mark        ids whose places are to be told apart from the same characters spelled with other tokens
+    special_at  offsets in the text at which tokens of `mark` begin
+    prompt      ids before the answer: the bytes of a character that begins there and ends in the answer are used;
+                no other text of the prompt comes out
 
     Joined over an answer, `push` and a last `flush` give tokenizer.decode(ids).
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip: Collection[int] = (), prompt: Sequence[int] = ()):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip: Collection[int] = (),
+        prompt: Sequence[int] = (),
+        mark: Collection[int] = (),
+    ):
         self._tokenizer = tokenizer
         self._skip = skip
+        self._mark = frozenset(mark)
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self.push(prompt[-_LONGEST_CHARACTER:])
+        self._decode(b"".join(map(tokenizer.bytes_of, prompt[-_LONGEST_CHARACTER:])))
+        self._length = 0
+        self.special_at: set[int] = set()
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that these ids complete; an unfinished character waits, bytes that can be no UTF-8 become U+FFFD."""
+        if len(ids) > 1 and not self._mark.isdisjoint(ids):
+            return "".join([self.push((id,)) for id in ids])
         bytes_of, skip = self._tokenizer.bytes_of, self._skip
-        return self._decode(b"".join([bytes_of(id) for id in ids if id not in skip]))
+        text = self._decode(b"".join([bytes_of(id) for id in ids if id not in skip]))
+        self._length += len(text)
+        if self._mark and ids and ids[0] in self._mark:
+            self.special_at.add(self._length - len(bytes_of(ids[0])))
+        return text
 
     def flush(self) -> str:
         """U+FFFD if the answer ended inside a character, else nothing."""
@@ -104,12 +121,17 @@ class TextStream:
         prompt: Sequence[int] = (),
         keep: Collection[int] = (),
     ):
-        """`keep`: special tokens whose text comes out in spite of params.skip_special_tokens (parsers read them)."""
-        skip = tokenizer.special_ids.difference(keep) if params.skip_special_tokens else ()
-        self._detokenizer = Detokenizer(tokenizer, skip, prompt)
+        """`keep`: ids that an output parser reads; other special tokens then leave no text, whatever is asked for."""
+        skip = tokenizer.special_ids.difference(keep) if keep or params.skip_special_tokens else ()
+        self._detokenizer = Detokenizer(tokenizer, skip, prompt, keep)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._min_tokens = params.min_tokens
         self.tokens = 0
+
+    @property
+    def special_at(self) -> set[int]:
+        """Offsets in the text at which tokens of `keep` begin; grows with it."""
+        return self._detokenizer.special_at
 
     @property
     def stop(self) -> str | None:

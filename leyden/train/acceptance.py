@@ -1,95 +1,119 @@
-"""How many drafts a target would accept, without generating anything: greedy, over texts that are there already.
+"""How many drafts of the MTP module are right on given texts, drafting greedily after every token of every answer.
 
-A draft is right if it is the target's most likely token given the text before it. A block's count ends at its first
-wrong draft, and where the text itself leaves the target's choice: what would follow there, the text does not tell.
-Over answers that the target gave greedily, decoding() is therefore what a server would measure.
+This is the engine's drafting: rows of known tokens hold the backbone's hidden states, only the step's own drafts hold
+the module's. On a model's own greedy answers the result is that of speculative decoding; on reference answers it is
+that of a model which would write them.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from leyden.model.drafters import DrafterNetwork
+from leyden import ops
+from leyden.model.context import Context
 from leyden.model.nemotron import Nemotron
-from leyden.train.batches import Batch
-from leyden.train.blocks import Blocks
-from leyden.train.drafting import draft_hidden, view
-
-_LOGITS = 2**28  # logits at a time
+from leyden.train.batches import Batch, Corpus, Packing
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Counts over all anchors of some texts, and over the steps of decoding these texts."""
+    """Over all answers of a corpus: runs of tokens to be learned, whose first token comes from the prompt."""
 
-    tried: np.ndarray  # int64 [drafts]: blocks whose drafts before this one were accepted and that have a right answer
-    accepted: np.ndarray  # int64 [drafts]: those of them where this one was accepted too
-    steps: int  # verification steps that it takes to decode the texts
-    tokens: int  # tokens that these steps bring
-
-    def __add__(self, other: "Acceptance") -> "Acceptance":
-        steps, tokens = self.steps + other.steps, self.tokens + other.tokens
-        return Acceptance(self.tried + other.tried, self.accepted + other.accepted, steps, tokens)
+    steps: int  # target passes that the other tokens take
+    tokens: int  # that they bring: accepted drafts, and one more per step
+    accepted: tuple[float, ...]  # share of all places after which drafts 1, 1 and 2, ... are right
 
     @property
-    def rates(self) -> list[float]:
-        """Of each draft, given that all drafts before it were accepted."""
-        return (self.accepted / np.maximum(self.tried, 1)).tolist()
-
-    @property
-    def expected(self) -> float:
-        """Tokens per step, bonus included, from a random token of the texts: 1 + sum of the products of the rates."""
-        return float(1 + np.cumprod(self.rates).sum())
-
-    @property
-    def decoding(self) -> float:
-        """Tokens per step, bonus included, when each step starts where the one before it ended."""
-        return self.tokens / max(self.steps, 1)
+    def tokens_per_step(self) -> float:
+        return self.tokens / max(1, self.steps)
 
 
 @torch.no_grad()
-def measure(target: Nemotron, network: DrafterNetwork, batches: Iterable[Batch], drafts: int) -> Acceptance:
-    """Of `drafts` drafts per step, over the learned tokens of all batches."""
-    total = Acceptance(np.zeros(drafts, dtype=np.int64), np.zeros(drafts, dtype=np.int64), 0, 0)
-    for batch in batches:
-        total = total + _measure(target, network, batch, drafts)
-    return total
+def acceptance(model: Nemotron, corpus: Corpus, drafts: int, batch_tokens: int) -> Acceptance:
+    """Of `drafts` drafts per step. At most `batch_tokens` tokens are looked at together."""
+    training = model.training
+    model.eval()
+    steps = tokens = places = 0
+    hits = np.zeros(drafts, dtype=np.int64)
+    with ops.using("training"):
+        for group in Packing(corpus, batch_tokens, seed=0).epoch(0):
+            batch = corpus.batch(group)
+            answers = _answers(batch)
+            accepted = _accepted(model, batch, answers, drafts, batch_tokens)
+            for _, first, end in answers:
+                hits += (accepted[first : end - 1, None] > np.arange(drafts)).sum(0)
+                places += end - 1 - first
+                at = first
+                while at < end - 1:
+                    steps, at = steps + 1, at + 1 + int(accepted[at])
+                tokens += end - 1 - first
+    model.train(training)
+    return Acceptance(steps, tokens, tuple(float(n) / max(1, places) for n in hits))
 
 
-def _measure(target: Nemotron, network: DrafterNetwork, batch: Batch, drafts: int) -> Acceptance:
-    seen = view(target, network.config.target_layer_ids, batch)
-    blocks = Blocks.all(batch)
-    used = np.flatnonzero(blocks.reach)
-    anchors, reach = blocks.tokens.flatten()[used], blocks.reach.flatten()[used]
-    hidden = draft_hidden(network, seen, blocks, drafts)[torch.from_numpy(used).to(seen.tokens.device)]
-    first = seen.tokens[torch.from_numpy(anchors).to(seen.tokens.device)]
-
-    part = max(1, _LOGITS // target.config.vocab_size)
-    pieces = zip(hidden.split(max(1, part // drafts)), first.split(max(1, part // drafts)), strict=True)
-    proposed = _host([network.chain(target.logits(h), anchor, _best)[0] for h, anchor in pieces])
-    # The token at a place is chosen by the row before it; no draft is for place 0.
-    choice = np.roll(_host([_best(target.logits(h)) for h in seen.hidden.split(part)]), 1)
-
-    depths = np.arange(drafts)
-    possible = depths < reach[:, None]
-    places = np.minimum(anchors[:, None] + depths + 1, len(choice) - 1)
-    right = possible & (proposed == choice[places])
-    on_track = right & (batch.tokens[places] == choice[places])
-    reached = possible & np.concatenate([np.ones_like(right[:, :1]), np.logical_and.accumulate(on_track, 1)[:, :-1]], 1)
-    accepted = reached & right
-    steps = tokens = free = 0
-    for anchor, gain in zip(anchors.tolist(), np.minimum(accepted.sum(1) + 1, reach).tolist(), strict=True):
-        if anchor >= free:  # an answer's first anchor, or where the step before it ended
-            steps, tokens, free = steps + 1, tokens + gain, anchor + gain
-    return Acceptance(reached.sum(0), accepted.sum(0), steps, tokens)
+def _answers(batch: Batch) -> list[tuple[int, int, int]]:
+    """(start of the example, first token, end) of every answer; at least one token stands before it."""
+    found, start = [], 0
+    for n in batch.lens:
+        learn = np.concatenate([[False], batch.weights[start + 1 : start + n] > 0, [False]])
+        borders = np.flatnonzero(np.diff(learn)) + start + 1
+        found += [(start, int(a), int(b)) for a, b in borders.reshape(-1, 2)]
+        start += n
+    return found
 
 
-def _best(logits: Tensor) -> Tensor:
-    return logits.argmax(-1)
+def _accepted(
+    model: Nemotron, batch: Batch, answers: list[tuple[int, int, int]], drafts: int, batch_tokens: int
+) -> np.ndarray:
+    """int [T]: how many drafts in a row are right after each token of an answer but its last (0 elsewhere)."""
+    assert model.mtp is not None
+    device = next(model.parameters()).device
+    ids = torch.from_numpy(batch.tokens).to(device)
+    ctx = Context.packed(list(batch.lens), device)
+    hidden, _ = model(ids, ctx)
+    drafting = model.mtp(hidden, model.embed(ids.roll(-1)), ctx)
+
+    accepted = np.zeros(len(batch.tokens), dtype=np.int64)
+    # [3, n]: start of the example, known token after which drafts are made, end of the answer
+    places = np.array([(s, p, b) for s, a, b in answers for p in range(a, b - 1)], dtype=np.int64).reshape(-1, 3).T
+    own = [drafting[torch.from_numpy(places[1] - 1).to(device)]]
+    for depth in range(1, drafts + 1):
+        wanted = places[1] + depth
+        drafted = torch.cat([model.logits(part).argmax(-1) for part in own[-1].split(batch_tokens)]).cpu().numpy()
+        right = (wanted < places[2]) & (drafted == batch.tokens[np.minimum(wanted, len(batch.tokens) - 1)])
+        accepted[places[1, right]] = depth
+        places = places[:, right]
+        if depth == drafts or not right.any():
+            break
+        keep = torch.from_numpy(np.flatnonzero(right)).to(device)
+        own = [states[keep] for states in own]
+        own.append(_next(model, ids, hidden, own, places, batch_tokens))
+    return accepted
 
 
-def _host(parts: list[Tensor]) -> np.ndarray:
-    return torch.cat(parts).cpu().numpy()
+def _next(
+    model: Nemotron, ids: Tensor, hidden: Tensor, own: list[Tensor], places: np.ndarray, batch_tokens: int
+) -> Tensor:
+    """The module's state [n, H] one draft further: a row per place, with all pairs up to it and the step's own ones.
+
+    Drafts that are still in the race are right, so the ids of their pairs are those of the text.
+    """
+    assert model.mtp is not None
+    states = torch.cat([hidden, *own])
+    lens = places[1] - places[0] + len(own)
+    chunks = np.cumsum(lens) // batch_tokens
+    outputs = []
+    for chunk in np.unique(chunks):
+        members = np.flatnonzero(chunks == chunk)
+        rows = [
+            np.concatenate([np.arange(s, p), len(hidden) + i + np.arange(len(own)) * places.shape[1]])
+            for i, (s, p) in zip(members, places[:2, members].T, strict=True)
+        ]
+        following = [np.arange(s + 1, p + 1 + len(own)) for s, p in places[:2, members].T]
+        of, after = (torch.from_numpy(np.concatenate(index)).to(ids.device) for index in (rows, following))
+        ctx = Context.packed(lens[members].tolist(), ids.device)
+        out = model.mtp(states[of], model.embed(ids[after]), ctx)
+        outputs.append(out[ctx.wide.starts[1:].long() - 1])
+    return torch.cat(outputs)

@@ -62,6 +62,13 @@ class Corpus:
             raise ConfigError("the data holds no example")
         return cls(np.concatenate(ids), np.concatenate(learn), np.cumsum([0, *lens]))
 
+    @classmethod
+    def join(cls, parts: Sequence["Corpus"]) -> "Corpus":
+        """The examples of all parts, in their order."""
+        lens = np.concatenate([part.lens for part in parts])
+        tokens, learn = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "learn"))
+        return cls(tokens, learn, np.cumsum([0, *lens]))
+
     def save(self, file: Path) -> None:
         save_file({"tokens": self.tokens, "learn": self.learn, "starts": self.starts}, file)
 

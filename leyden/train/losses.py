@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,11 +27,12 @@ class Score:
 
 def scores(model: Nemotron, batch: Batch, depths: int) -> list[Score]:
     """How well the backbone predicts the next token, and `depths` passes of the MTP module the tokens after it."""
-    device = model.lm_head.weight.device
+    device = next(model.parameters()).device
     tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
     ctx = Context.packed(list(batch.lens), device)
     return [
-        _score(model, hidden, *batch.targets(ahead)) for ahead, hidden in enumerate(_hidden(model, tokens, ctx, depths), 1)
+        _score(model, hidden, batch.targets(ahead))
+        for ahead, hidden in enumerate(_hidden(model, tokens, ctx, depths), 1)
     ]
 
 
@@ -48,7 +50,7 @@ def _hidden(model: Nemotron, tokens: Tensor, ctx: Context, depths: int) -> Itera
         yield hidden
 
 
-def _score(model: Nemotron, hidden: Tensor, *targets: object) -> Score:
+def _score(model: Nemotron, hidden: Tensor, targets: tuple[np.ndarray, ...]) -> Score:
     places, ids, weights = (torch.from_numpy(array).to(hidden.device, non_blocking=True) for array in targets)
     hidden = hidden.index_select(0, places)
     parts = max(1, -(-len(ids) * model.config.vocab_size // _LOGITS))

@@ -80,7 +80,9 @@ class Optimizer:
         return norm
 
     def _step_adam(self, number: int, rate: float) -> None:
-        gradients, first, second = ([of[name] for name in self._adam] for of in (self._gradients, self._first, self._second))
+        gradients, first, second = (
+            [of[name] for name in self._adam] for of in (self._gradients, self._first, self._second)
+        )
         torch._foreach_lerp_(first, gradients, 1 - _BETA1)
         torch._foreach_mul_(second, _BETA2)
         torch._foreach_addcmul_(second, gradients, gradients, 1 - _BETA2)

@@ -132,7 +132,9 @@ def test_a_seed_gives_its_tokens_whatever_else_is_in_the_batch(model):
     prompt = prompt_of(20, 3)
     alone = tokens_of(run(engine(model), [(0, Request(id="x", prompt=prompt, params=params))])["x"])
     others = [(i, Request(id=f"o{i}", prompt=prompt_of(9 + i), params=SamplingParams(max_tokens=25))) for i in range(6)]
-    mixed = run(engine(model, step_tokens=11, overlap=True), [*others, (3, Request(id="x", prompt=prompt, params=params))])
+    mixed = run(
+        engine(model, step_tokens=11, overlap=True), [*others, (3, Request(id="x", prompt=prompt, params=params))]
+    )
     assert tokens_of(mixed["x"]) == alone
     other = SamplingParams(temperature=1.0, top_p=0.9, seed=1235, max_tokens=30)
     assert tokens_of(run(engine(model), [(0, Request(id="x", prompt=prompt, params=other))])["x"]) != alone

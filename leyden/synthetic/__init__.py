@@ -1,0 +1,114 @@
+"""Synthetic agent work: conversations of the kind an agent farms out, with answers that can be checked.
+
+    generate(seed, n, split)   examples, the same for the same arguments, each from (seed, split, index) alone
+    check(example, message)    whether a model's answer is right
+    FAMILIES                   what there is, with weights and the share of examples with thinking
+
+Two splits, "train" and "heldout", share no template and no open-class vocabulary (docs/pocket_data.md). This is
+training and test material for a small model, not a picture of the world: only the facts about leyden are meant.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from leyden.errors import ConfigError
+from leyden.synthetic import about, calls, classify, days, dialogue, extract, quantities, reading, rewrite
+from leyden.synthetic.check import check
+from leyden.synthetic.conversation import Example
+from leyden.synthetic.draw import SPLITS, Draw, Split
+
+__all__ = ["FAMILIES", "SPLITS", "Example", "Family", "Split", "check", "example", "generate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One kind of task: `sample` makes an example, `weight` is its share, `thinking` the part of it with reasoning.
+
+    `thinking` 1.0 marks tasks that a small model cannot answer without working them out.
+    """
+
+    sample: Callable[[Draw, bool], Example]
+    weight: float
+    thinking: float = 0.6
+
+
+FAMILIES: dict[str, Family] = {
+    "call": Family(calls.single, 16),
+    "parallel": Family(calls.parallel, 7),
+    "none_fits": Family(calls.none_fits, 4),
+    "missing": Family(calls.missing, 3, 0.8),
+    "lookup": Family(reading.lookup, 4),
+    "compare": Family(reading.compare, 2),
+    "rows": Family(reading.rows, 4, 0.75),
+    "prompt_rows": Family(reading.prompt_rows, 4, 0.75),
+    "text_file": Family(reading.text_file, 2),
+    "failure": Family(reading.failure, 2),
+    "retry": Family(reading.retry, 2),
+    "chain": Family(reading.chain, 4),
+    "extract": Family(extract.fields, 6),
+    "extract_items": Family(extract.items, 2),
+    "extract_list": Family(extract.emails, 1),
+    "convert": Family(quantities.convert, 2, 0.8),
+    "ratio": Family(quantities.ratio, 2, 0.85),
+    "machine": Family(quantities.machine, 1, 0.85),
+    "stock": Family(quantities.stock, 2, 0.85),
+    "share": Family(quantities.share, 2, 0.85),
+    "price": Family(quantities.price, 2, 0.9),
+    "summed": Family(quantities.summed, 1.5, 0.85),
+    "longer": Family(quantities.longer, 1, 1.0),
+    "shift": Family(days.shift, 2.5, 0.85),
+    "distance": Family(days.distance, 1.5, 0.85),
+    "weekday": Family(days.weekday, 1.5, 0.8),
+    "clock_end": Family(days.clock_end, 1.5, 0.85),
+    "clock_length": Family(days.clock_length, 1.5, 0.85),
+    "date_format": Family(days.rewrite, 1),
+    "in_weeks": Family(days.in_weeks, 0.5, 0.8),
+    "labels": Family(classify.labels, 2),
+    "sentiment": Family(classify.sentiment, 1.5),
+    "limit": Family(classify.limit, 1.5),
+    "member": Family(classify.member, 1),
+    "route": Family(classify.route, 1),
+    "sort_numbers": Family(rewrite.sort_numbers, 1, 0.8),
+    "sort_words": Family(rewrite.sort_words, 1, 0.8),
+    "shape": Family(rewrite.shape, 2, 0.5),
+    "change": Family(rewrite.change, 2, 0.5),
+    "pick": Family(rewrite.pick, 1.5),
+    "rename": Family(rewrite.rename, 1, 0.5),
+    "fill_in": Family(rewrite.fill_in, 1.5),
+    "to_json": Family(rewrite.to_json, 1),
+    "recall": Family(dialogue.recall, 1.5),
+    "again": Family(dialogue.again, 2),
+    "corrected": Family(dialogue.corrected, 2),
+    "kept_list": Family(dialogue.kept_list, 1.5),
+    "carried": Family(dialogue.carried, 1, 0.85),
+    "leyden": Family(about.leyden, 3, 0.5),
+    "chat": Family(about.chat, 3, 0.5),
+}
+
+
+def example(seed: int, index: int, split: Split = "train", families: Sequence[str] | None = None) -> Example:
+    """Example `index` of the endless sequence that `seed`, `split` and `families` (all, if None) name."""
+    names, bounds = _weights(families)
+    draw = Draw(seed, index, split)
+    point = draw.unit() * bounds[-1]
+    name = names[next(i for i, bound in enumerate(bounds) if point < bound)]
+    family = FAMILIES[name]
+    made = family.sample(draw, draw.chance(family.thinking))
+    made["family"] = name
+    return made
+
+
+def generate(
+    seed: int, n: int, split: Split = "train", families: Sequence[str] | None = None, start: int = 0
+) -> Iterator[Example]:
+    """Examples `start` to `start + n - 1`; several processes can share the work by index."""
+    for index in range(start, start + n):
+        yield example(seed, index, split, families)
+
+
+def _weights(families: Sequence[str] | None) -> tuple[list[str], list[float]]:
+    names = list(FAMILIES if families is None else families)
+    if unknown := [name for name in names if name not in FAMILIES]:
+        raise ConfigError(f"unknown family {unknown[0]!r}; there are: {', '.join(FAMILIES)}")
+    return names, list(accumulate(FAMILIES[name].weight for name in names))

@@ -1,0 +1,157 @@
+"""Following a format: order, join, number, pick, replace, drop, count, rename and fill in, exactly as asked."""
+
+from collections.abc import Callable
+
+from leyden.synthetic import values
+from leyden.synthetic.conversation import Example, question
+from leyden.synthetic.draw import Draw
+
+_POOLS = ("city", "product", "food", "first_name", "tag", "color", "code_word")
+
+
+def sort_numbers(draw: Draw, thinking: bool) -> Example:
+    """Numbers in rising or falling order; the reasoning takes the smallest (or largest) one again and again."""
+    top = draw.pick((20, 99, 99, 500))
+    numbers = draw.sample(range(1, top), draw.between(3, 5) if thinking else 3)
+    falling = draw.chance(0.4)
+    order = sorted(numbers, reverse=falling)
+    left, steps = list(numbers), []
+    for number in order[:-1]:
+        steps.append(f"{' '.join(map(str, left))}: {number}")
+        left.remove(number)
+    name = "rewrite.falling" if falling else "rewrite.rising"
+    text = draw.text(name, numbers=", ".join(map(str, numbers)))
+    return question(draw, thinking, text, ", ".join(map(str, order)), "\n".join(steps))
+
+
+def sort_words(draw: Draw, thinking: bool) -> Example:
+    """Words in alphabetical order; their first letters differ."""
+    pool = draw.pick(_POOLS)
+    words: dict[str, str] = {}
+    for word in draw.words(pool, 12):
+        words.setdefault(word[0].lower(), word)
+    chosen = dict(draw.sample(list(words.items()), draw.between(3, 4)))
+    order = [chosen[letter] for letter in sorted(chosen)]
+    letters = ", ".join(f"{letter} {word}" for letter, word in chosen.items())
+    text = draw.text("rewrite.alphabet", items=", ".join(chosen.values()))
+    return question(draw, thinking, text, ", ".join(order), f"{letters}\n{' '.join(sorted(chosen))}")
+
+
+def shape(draw: Draw, thinking: bool) -> Example:
+    """A list in another form: bullets, numbers, JSON, another separator, quotes, backwards, or two of these."""
+    items = draw.words(draw.pick(_POOLS), draw.between(3, 5))
+    style = draw.pick(list(_SHAPES))
+    turned = style != "backwards" and draw.chance(0.2)
+    result = _SHAPES[style](items[::-1] if turned else items)
+    text = draw.text(f"rewrite.{style}", items=", ".join(items))
+    if turned:
+        text += " " + draw.text("rewrite.backwards_too")
+    return question(
+        draw, thinking, text, result, "backwards: " + ", ".join(items[::-1]) if turned else "keep the order"
+    )
+
+
+def change(draw: Draw, thinking: bool) -> Example:
+    """A list with one item replaced, dropped, added or moved, or doubles taken out."""
+    pool = draw.pick(_POOLS)
+    *items, new = draw.words(pool, draw.between(4, 6))
+    old = draw.pick(items)
+    i = items.index(old)
+    kind = draw.pick(("replace", "drop", "append", "front", "doubles"))
+    slots = {"items": ", ".join(items), "old": old, "new": new}
+    match kind:
+        case "replace":
+            result, working = items[:i] + [new] + items[i + 1 :], f"{old} becomes {new}"
+        case "drop":
+            result, working = items[:i] + items[i + 1 :], f"without {old}"
+        case "append":
+            result, working = [*items, new], f"{new} at the end"
+        case "front":
+            result, working = [new, *items], f"{new} at the front"
+        case _:
+            again = draw.between(i + 1, len(items))
+            slots["items"] = ", ".join(items[:again] + [old] + items[again:])
+            result, working = items, f"{old} is there twice"
+    return question(draw, thinking, draw.text(f"rewrite.{kind}", **slots), ", ".join(result), working)
+
+
+def pick(draw: Draw, thinking: bool) -> Example:
+    """The item at a place, the first or last few, or how many there are."""
+    items = draw.words(draw.pick(_POOLS), draw.between(4, 7))
+    slots = {"items": ", ".join(items)}
+    kind = draw.pick(("place", "first", "last", "how_many"))
+    numbered = ", ".join(f"{i} {item}" for i, item in enumerate(items, 1))
+    i = draw.between(2, 3)
+    match kind:
+        case "place":
+            i = draw.between(1, len(items))
+            result = items[i - 1]
+            slots["place"] = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh")[i - 1]
+        case "first":
+            result, slots["n"] = ", ".join(items[:i]), values.NUMBER_WORDS[i]
+        case "last":
+            result, slots["n"] = ", ".join(items[-i:]), values.NUMBER_WORDS[i]
+        case _:
+            result = str(len(items))
+    return question(draw, thinking, draw.text(f"rewrite.{kind}", **slots), result, numbered)
+
+
+def rename(draw: Draw, thinking: bool) -> Example:
+    """A title as a name for code or files."""
+    title = values.title(draw)
+    style = draw.pick(("snake", "kebab", "dotted", "path"))
+    joint = {"snake": "_", "kebab": "-", "dotted": ".", "path": "/"}[style]
+    return question(
+        draw, thinking, draw.text(f"rewrite.{style}", title=title), title.replace(" ", joint), f"join with {joint}"
+    )
+
+
+def fill_in(draw: Draw, thinking: bool) -> Example:
+    """A pattern with {names} filled in with values."""
+    person, city, day = draw.word("first_name"), draw.word("city"), draw.pick(("Monday", "Tuesday", "Friday", "Sunday"))
+    facts = {
+        "name": person,
+        "city": city,
+        "day": day,
+        "code": values.identifier(draw),
+        "count": str(draw.between(2, 40)),
+    }
+    used = draw.sample(list(facts), draw.between(2, 4))
+    pieces = [
+        draw.pick(("{k}: <k>", "<k>", "[<k>]", "k=<k>", "#<k>"))
+        .replace("<k>", f"<{key}>")
+        .replace("k=", f"{key}=")
+        .replace("{k}", key)
+        for key in used
+    ]
+    pattern = draw.pick((" | ", "; ", " / ", ", ", " - ")).join(pieces)
+    result = pattern
+    for key in used:
+        result = result.replace(f"<{key}>", facts[key])
+    given = ", ".join(f"{key} {facts[key]}" for key in draw.shuffled(used))
+    text = draw.text("rewrite.fill_in", pattern=pattern, given=given)
+    return question(draw, thinking, text, result, "\n".join(f"{key}: {facts[key]}" for key in used))
+
+
+def to_json(draw: Draw, thinking: bool) -> Example:
+    """key = value lines as a JSON object of strings, or one column of a table as a JSON list."""
+    keys = draw.words("column", draw.between(2, 4))
+    facts = {key: draw.pick((draw.word("code_word"), draw.word("first_name"), draw.word("city"))) for key in keys}
+    sign = draw.pick((" = ", ": ", "=", " -> "))
+    lines = draw.pick(("\n", "; ", "\n")).join(f"{key}{sign}{value}" for key, value in facts.items())
+    working = "\n".join(f"{key}: {value}" for key, value in facts.items())
+    return question(draw, thinking, draw.text("rewrite.to_json", lines=lines), facts, working, "json")
+
+
+_SHAPES: dict[str, Callable[[list[str]], str]] = {
+    "bullets": lambda items: "\n".join(f"- {item}" for item in items),
+    "numbered": lambda items: "\n".join(f"{i}. {item}" for i, item in enumerate(items, 1)),
+    "array": values.json_text,
+    "semicolons": "; ".join,
+    "slashes": " / ".join,
+    "pipes": " | ".join,
+    "lines": "\n".join,
+    "arrows": " -> ".join,
+    "quoted": lambda items: ", ".join(f'"{item}"' for item in items),
+    "backwards": lambda items: ", ".join(items[::-1]),
+}

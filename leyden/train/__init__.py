@@ -1,0 +1,1 @@
+"""Training: data, losses, optimisers and recipes around the one network that also serves."""

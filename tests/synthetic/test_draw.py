@@ -1,0 +1,111 @@
+import json
+import re
+from itertools import combinations
+
+import pytest
+
+from leyden.synthetic import generate
+from leyden.synthetic.draw import Draw, heldout_words, phrases, pool, table
+
+PHRASES = [f"{section}.{key}" for section, keys in table("phrases").items() for key in keys]
+SPLIT_POOLS = [name for name, entry in table("words").items() if "shared" not in entry]
+
+
+@pytest.mark.parametrize("name", PHRASES)
+def test_templates_of_the_splits_differ(name):
+    train, heldout = phrases(name, "train"), phrases(name, "heldout")
+    assert train and heldout and not set(train) & set(heldout)
+
+
+@pytest.mark.parametrize("name", PHRASES)
+def test_templates_of_both_splits_use_the_same_slots(name):
+    slots = [
+        {slot.lower() for slot in re.findall(r"\{(\w+)\}", template)}
+        for split in ("train", "heldout")
+        for template in phrases(name, split)
+    ]
+    # a template may leave a slot out (the persona lines do), but a slot that only held-out templates have is an error
+    train = set().union(*slots[: len(phrases(name, "train"))])
+    assert set().union(*slots) == train
+
+
+def test_vocabularies_of_the_splits_differ():
+    train = {word.lower() for name in SPLIT_POOLS for word in pool(name, "train")}
+    assert not train & heldout_words()
+
+
+@pytest.mark.parametrize("name", SPLIT_POOLS)
+def test_pools_have_no_doubles(name):
+    for split in ("train", "heldout"):
+        words = pool(name, split)
+        assert len(words) == len(set(words)) >= 3
+
+
+def test_questions_about_leyden_differ_between_the_splits():
+    about = table("about")
+    train = {text.lower().rstrip("?.!") for entries in about.values() for entry in entries for text in entry["train"]}
+    heldout = {
+        text.lower().rstrip("?.!") for entries in about.values() for entry in entries for text in entry["heldout"]
+    }
+    assert len(heldout) > 80 and not train & heldout
+
+
+def test_answers_about_leyden_hold_their_keys():
+    for entries in table("about").values():
+        for entry in entries:
+            assert all(key in entry["answer"] for key in entry["keys"]), entry
+
+
+def test_tools_of_the_splits_differ():
+    tools = table("tools")["tool"]
+    names = [[tool["name"] for tool in tools if tool.get("heldout", False) is heldout] for heldout in (False, True)]
+    assert len(names[0]) > 40 and len(names[1]) > 12
+    assert len(set(names[0] + names[1])) == len(tools)
+    for action in table("tools")["action"]:
+        assert not set(action["ask"]) & set(action["heldout"])
+
+
+def test_documents_and_labels_of_the_splits_differ():
+    for document in table("documents")["document"]:
+        assert not set(document["train"]) & set(document["heldout"])
+    cues = {split: set() for split in ("train", "heldout")}
+    for each in table("labels")["set"]:
+        cues[each["split"]] |= {cue for words in each["labels"].values() for cue in words.split(", ")} | set(
+            each["labels"]
+        )
+    assert not cues["train"] & cues["heldout"]
+
+
+def test_cues_of_one_set_of_labels_are_unambiguous():
+    for each in table("labels")["set"]:
+        for a, b in combinations(each["labels"].values(), 2):
+            assert not set(a.split(", ")) & set(b.split(", "))
+
+
+def test_heldout_words_never_occur_in_training():
+    """Whole words and phrases, in any spelling of code (snake_case, camelCase, paths, plurals of nouns)."""
+    spaced = re.sub(r"[^A-Za-z0-9]+", " ", " ".join(json.dumps([e["messages"], e["tools"]]) for e in generate(9, 4000)))
+    spaced = f" {re.sub(r'(?<=[a-z])(?=[A-Z])', ' ', spaced).lower()} "
+    wanted = {re.sub(r"[^a-z0-9]+", " ", word) for word in heldout_words()}
+    wanted |= {f"{word}s" for word in pool("noun", "heldout")}
+    assert [word for word in wanted if f" {word} " in spaced] == []
+
+
+def test_training_makes_words_up_and_heldout_does_not():
+    known = {split: set(pool("city", split)) for split in ("train", "heldout")}
+    drawn = {split: {Draw(0, i, split).word("city") for i in range(400)} for split in ("train", "heldout")}
+    assert len(drawn["train"] - known["train"]) > 20
+    assert drawn["heldout"] <= known["heldout"]
+
+
+def test_sample_gives_different_items():
+    draw = Draw(0, 0, "train")
+    assert sorted(draw.shuffled(range(9))) == list(range(9))
+    assert len(set(draw.sample(range(9), 4))) == 4
+    assert len(draw.sample("abc", 7)) == 3
+
+
+def test_fill_replaces_slots_and_alternatives():
+    draw = Draw(0, 0, "train")
+    texts = {draw.fill("[Hi|Hello] {name}, {Name}[| again]", name="ann") for _ in range(60)}
+    assert texts == {f"{hello} ann, Ann{end}" for hello in ("Hi", "Hello") for end in ("", " again")}
