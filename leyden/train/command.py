@@ -39,18 +39,13 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0 when all steps are done, 130 when the run was ended early (it can be resumed)."""
-    flags = _parser().parse_args(argv)
     log.setup()
-    out = Path(flags.out)
-    if (out / "state.safetensors").exists() and not flags.resume:
-        raise ConfigError(f"{out} holds a run already: --resume goes on with it, another --out starts a new one")
-    options = Options(**{option.name: getattr(flags, option.name) for option in fields(Options)})
-    folder = resolve(flags.model)
+    trainer, flags = prepare(argv)
     run = Run(
-        trainer=Trainer(_model(flags, folder), _corpus(flags.data, folder), options),
-        out=out,
-        source=folder,
-        heldout=_corpus(flags.heldout, folder) if flags.heldout else None,
+        trainer=trainer,
+        out=Path(flags.out),
+        source=resolve(flags.model),
+        heldout=_corpus(flags.heldout, resolve(flags.model)) if flags.heldout else None,
         save_every=flags.save_every,
         eval_every=flags.eval_every,
         time_limit=flags.time_limit,
@@ -59,6 +54,17 @@ def main(argv: Sequence[str]) -> int:
     if flags.resume:
         run.resume()
     return 0 if run.go() else 130
+
+
+def prepare(argv: Sequence[str]) -> tuple[Trainer, argparse.Namespace]:
+    """What a command line asks for, ready for its first step. Raises ConfigError and CheckpointError."""
+    flags = _parser().parse_args(argv)
+    if (Path(flags.out) / "state.safetensors").exists() and not flags.resume:
+        raise ConfigError(f"{flags.out} holds a run already: --resume goes on with it, another --out starts a new one")
+    options = Options(**{option.name: getattr(flags, option.name) for option in fields(Options)})
+    folder = resolve(flags.model)
+    corpus = _corpus(flags.data, folder)
+    return Trainer(_model(flags, folder), corpus, options), flags
 
 
 def _parser() -> _Parser:
