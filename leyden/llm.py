@@ -83,6 +83,21 @@ class LLM:
             params = self.sampling_params()
         each = [params] * len(every) if isinstance(params, SamplingParams) else list(params)
         jobs = [_Job(self, prompt, p) for prompt, p in zip(every, each, strict=True)]
+        return self._answer(jobs, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> Output:
+        """The answer to one conversation, rendered with the checkpoint's template (`enable_thinking=False`, ...)."""
+        template = ChatTemplate.from_folder(self._folder, self.tokenizer)
+        prompt = template.encode(normalise(messages), tools, kwargs=template_kwargs)
+        return self._answer([_Job(self, prompt, params or self.sampling_params(), template.marks(prompt))])[0]
+
+    def _answer(self, jobs: list["_Job"], progress: bool = False) -> list[Output]:
         started: dict[str, tuple[_Job, int]] = {}
         try:
             for job in jobs:
@@ -97,18 +112,6 @@ class LLM:
             for request_id in started:
                 self.engine.abort(request_id)
         return [job.output for job in jobs]
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **template_kwargs: Any,
-    ) -> Output:
-        """The answer to one conversation, rendered with the checkpoint's template (`enable_thinking=False`, ...)."""
-        template = ChatTemplate.from_folder(self._folder, self.tokenizer)
-        prompt = template.encode(normalise(messages), tools, kwargs=template_kwargs)
-        return self.generate([prompt], params)[0]
 
     def _run(self, started: dict[str, tuple["_Job", int]], bar: "tqdm[Any]") -> None:
         while started:
@@ -127,10 +130,11 @@ class LLM:
 class _Job:
     """A prompt on its way: the text of its answers as far as it has come."""
 
-    def __init__(self, llm: LLM, prompt: Prompt, params: SamplingParams):
+    def __init__(self, llm: LLM, prompt: Prompt, params: SamplingParams, marks: Sequence[int] = ()):
         text = prompt if isinstance(prompt, str) else None
         ids = llm.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
         self.params = params
+        self._marks = list(marks)
         self.output = Output(text, ids, [Completion(i) for i in range(params.n)])
         self._streams = [TextStream(llm.tokenizer, params, ids) for _ in range(params.n)]
 
@@ -139,7 +143,7 @@ class _Job:
         if params.n > 1:
             seed = None if params.seed is None else params.seed + index
             params = replace(params, n=1, seed=seed)
-        return Request(id=request_id, prompt=self.output.prompt_token_ids, params=params)
+        return Request(id=request_id, prompt=self.output.prompt_token_ids, params=params, marks=self._marks)
 
     def take(self, index: int, delta: Any) -> bool:
         """Add a delta; True if this answer is over."""

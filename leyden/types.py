@@ -112,6 +112,9 @@ class Request:
     priority: int = 0  # lower runs earlier, with --scheduling-policy priority
     arrival: float = 0.0  # seconds, any monotonic clock of the sender
     cache_salt: str = ""  # prompts with different salts never share cached state
+    # Lengths of the prompt at which later prompts are likely to leave it (end of the system block, last header): the
+    # state is kept there. Empty: the last page border.
+    marks: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -160,7 +163,7 @@ class Row:
 
 @dataclass(slots=True)
 class Admit:
-    """A sequence enters a slot: its sampling parameters go to the device tables and its state starts at zero."""
+    """A sequence enters a slot: its sampling parameters go to the device tables, its state is put in place."""
 
     slot: int
     params: SamplingParams
@@ -168,15 +171,23 @@ class Admit:
     prompt_len: int  # tokens of the prompt (min_tokens and penalties count from here)
     stop_ids: tuple[int, ...]  # ids that would end it; masked until min_tokens are there
     tokens: list[int]  # known tokens, prompt included, if `params` need their counts; else empty
+    computed: int = 0  # tokens that are cached: the state is that of `source`
+    source: int = 0  # slot to copy the state from; 0: zero state
 
 
 @dataclass(slots=True)
 class Plan:
-    """A diff of the device tables, and the rows of the step: rows of one token first, longer ones after."""
+    """A diff of the device tables, and the rows of the step: rows of one token first, longer ones after.
 
-    rows: list[Row] = field(default_factory=list)
+    In this order: admits, copies and pages are carried out (all copies read before any writes), the rows run, then
+    snapshots are taken.
+    """
+
     admits: list[Admit] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (page, page that receives its content)
     pages: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, index in its page table, page)
+    rows: list[Row] = field(default_factory=list)
+    snapshots: list[tuple[int, int]] = field(default_factory=list)  # (slot, slot that receives its state)
 
 
 @dataclass(slots=True)
@@ -198,8 +209,11 @@ class EngineStats:
     slots_free: int = 0
     pages_total: int = 0
     pages_free: int = 0
+    pages_cached: int = 0  # kept for later, given up when room is needed
+    snapshots: int = 0
     steps: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt tokens, those that were not computed
     generated_tokens: int = 0
     preemptions: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # by finish_reason

@@ -13,7 +13,8 @@ FILES = sorted((ROOT / "leyden").rglob("*.py"))
 
 # From the left to the right: a file imports from the right of its own group, and from its own folder.
 LAYERS = [
-    {"cli", "__main__", "testing"},
+    {"__main__"},
+    {"cli", "testing"},
     {"server", "quantize", "train", "bench", "llm"},
     {"engine"},
     {"spec"},
@@ -21,6 +22,7 @@ LAYERS = [
     {"cache"},
     {"ops"},
     {"formats"},
+    {"synthetic"},
     {"text"},
     {"types", "config", "errors", "log"},
 ]
@@ -28,7 +30,18 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 GROUND = len(LAYERS) - 1  # the modules of the last group may import each other: none of them imports anything else
 
 OPS_ONLY = {"triton", "ctypes"}
-WITHOUT_TORCH = ["cli", "config", "errors", "log", "types", "text", "server", "engine.scheduler", "cache.prefix"]
+WITHOUT_TORCH = [
+    "cli",
+    "config",
+    "errors",
+    "log",
+    "types",
+    "text",
+    "synthetic",
+    "server",
+    "engine.scheduler",
+    "cache.prefix",
+]
 WITHOUT_TORCH_EXCEPT = {"leyden.server.process"}
 WITHOUT_OPTIONAL = ["engine", "spec", "model", "cache", "formats", "llm", "bench"]
 

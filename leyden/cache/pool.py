@@ -44,20 +44,34 @@ class Pool:
         self.shape = shape
         attention, mamba = config.pattern.count("*"), config.pattern.count("M")
 
-        def zeros(*size: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
+        def empty(*size: int, dtype: torch.dtype) -> Tensor:
+            # Nothing is read before it was written, and a CPU maps memory only when it is touched.
+            return torch.empty(size, dtype=dtype, device=device)
 
         heads, head_dim = config.num_key_value_heads, config.head_dim
-        self.kv = zeros(attention, 2, shape.pages, shape.page, heads, head_dim, dtype=shape.kv_dtype)
-        self.conv = zeros(mamba, shape.slots, config.conv_kernel - 1, config.conv_dim, dtype=shape.conv_dtype)
+        self.kv = empty(attention, 2, shape.pages, shape.page, heads, head_dim, dtype=shape.kv_dtype)
+        self.conv = empty(mamba, shape.slots, config.conv_kernel - 1, config.conv_dim, dtype=shape.conv_dtype)
         state = (config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
-        self.ssm = zeros(mamba, shape.slots, *state, dtype=shape.ssm_dtype)
-        self.tables = zeros(shape.slots, shape.pages_per_slot, dtype=torch.int32)
-        self.committed = zeros(shape.slots, dtype=torch.int32)
+        self.ssm = empty(mamba, shape.slots, *state, dtype=shape.ssm_dtype)
+        self.tables = torch.zeros(shape.slots, shape.pages_per_slot, dtype=torch.int32, device=device)
+        self.committed = torch.zeros(shape.slots, dtype=torch.int32, device=device)
 
-    def admit(self, slots: Tensor) -> None:
-        """Sequences start in `slots` (int64 [R]) with nothing computed. States are not cleared: past == 0 says zero."""
-        self.committed[slots] = 0
+    def admit(self, slots: Tensor, computed: Tensor) -> None:
+        """Sequences start in `slots` (int64 [R]) with `computed` tokens (int32 [R]) cached.
+
+        Where that is 0 the state needs no clearing: ops take past == 0 for zeros.
+        """
+        self.committed[slots] = computed
+
+    def copy_states(self, sources: Tensor, targets: Tensor) -> None:
+        """States of `sources` to `targets`, both int64 [N]; everything is read before anything is written."""
+        for layer in (*self.conv, *self.ssm):
+            layer[targets] = layer[sources]
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Content of pages `sources` to pages `targets`, both int64 [N]; all is read before anything is written."""
+        for layer in self.kv:
+            layer[:, targets] = layer[:, sources]
 
     def map(self, slots: Tensor, indices: Tensor, pages: Tensor) -> None:
         """Write `pages` into the page tables at (slot, index); all int64 [N]."""

@@ -1,5 +1,6 @@
 """The loop: plan (host), run (device), commit (host)."""
 
+import os
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ from leyden.cache.pool import Pool
 from leyden.config.engine import EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
-from leyden.engine.memory import Split, divide, dtype_of
+from leyden.engine.memory import Split, divide, dtype_of, free
 from leyden.engine.runner import Runner, StepOutput
 from leyden.engine.sampler import Sampler
 from leyden.engine.scheduler import Limits, Scheduler
@@ -20,6 +21,9 @@ from leyden.model.nemotron import Nemotron
 from leyden.types import Delta, EngineStats, Plan, Request
 
 logger = log.get(__name__)
+
+# Bytes of weights from which the ops of a step are long enough for threads to share on a CPU.
+_SHARED = 64 * 2**20
 
 
 class Engine:
@@ -38,13 +42,15 @@ class Engine:
         self.split = split
         self.scheduler = Scheduler(
             Limits(
-                slots=shape.slots - 1,
+                seqs=split.seqs,
+                snapshots=shape.slots - 1 - split.seqs,
                 pages=shape.pages - 1,
                 page=shape.page,
                 max_model_len=shape.max_model_len,
                 step_tokens=split.step_tokens,
                 row_tokens=limits.pop("row_tokens", 0),
                 policy=limits.pop("policy", "fcfs"),
+                prefix_caching=limits.pop("prefix_caching", True),
             ),
             eos_token_ids=model.config.eos_token_ids,
             quiet_eos=model.config.tokenizer_eos_id,
@@ -68,7 +74,13 @@ class Engine:
             checkpoint.dummy(model, config.seed)
         else:
             checkpoint.load(model, folder)
-        split = divide(config, architecture, dtype, device)
+        if (
+            device.type == "cpu"
+            and sum(p.nbytes for p in model.parameters()) < _SHARED
+            and not os.getenv("OMP_NUM_THREADS")
+        ):
+            torch.set_num_threads(1)
+        split = divide(config, architecture, dtype, device.type, free(config, device))
         engine = cls(
             model.eval().requires_grad_(False),
             split,
@@ -76,6 +88,7 @@ class Engine:
             max_logprobs=config.max_logprobs,
             row_tokens=config.long_prefill_token_threshold,
             policy=config.scheduling_policy,
+            prefix_caching=config.enable_prefix_caching is not False,
             seed=config.seed,
         )
         logger.info("engine ready in %.1f s: %s", time.monotonic() - started, split)
@@ -92,7 +105,7 @@ class Engine:
             "weight_bytes": weights,
             "memory": str(self.split),
             "max_model_len": self.max_model_len,
-            "max_num_seqs": self.split.shape.slots - 1,
+            "max_num_seqs": self.split.seqs,
             "max_num_batched_tokens": self.split.step_tokens,
             "cache_tokens": self.split.cache_tokens,
             "max_logprobs": self.max_logprobs,

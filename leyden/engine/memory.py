@@ -17,6 +17,8 @@ _GIB = 2**30
 _CPU_SHARE = 0.4  # of the memory that is free when the weights are loaded: a laptop has other things to do
 _CPU_SEQS, _CUDA_SEQS = 64, 256
 _CPU_STEP, _CUDA_STEP = 2048, 8192
+_SNAPSHOTS = 8  # cached states for every running one, if there is room
+_SNAPSHOT_SHARE = 0.5  # of what the running states leave: the rest is for pages
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "float16": torch.float16, "half": torch.float16} | {
     "bfloat16": torch.bfloat16
 }
@@ -27,6 +29,7 @@ class Split:
     """The outcome: what the pool gets and what it is worth in tokens."""
 
     shape: PoolShape
+    seqs: int  # sequences that run at once; the other slots hold snapshots
     step_tokens: int
     slot_bytes: int  # of one sequence's states
     page_bytes: int
@@ -38,7 +41,7 @@ class Split:
     def __str__(self) -> str:
         slots, pages = self.shape.slots - 1, self.shape.pages - 1
         return (
-            f"{slots} state slots ({slots * self.slot_bytes / _GIB:.2f} GiB), "
+            f"{self.seqs} running and {slots - self.seqs} cached states ({slots * self.slot_bytes / _GIB:.2f} GiB), "
             f"{pages} pages of {self.shape.page} tokens ({pages * self.page_bytes / _GIB:.2f} GiB): "
             f"{self.cache_tokens:,} tokens of context in all, "
             f"at most {self.shape.max_model_len:,} per sequence"
@@ -54,8 +57,8 @@ def dtype_of(name: str, auto: torch.dtype, flag: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Split:
-    """Slots for every sequence that may run, the rest for pages; called when the weights are in place.
+def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: str, free: int) -> Split:
+    """Divide `free` bytes on a device of type `device`: slots for every sequence that may run, the rest for pages.
 
     Raises ConfigError with the numbers if not even one sequence of max_model_len fits. Where --max-model-len was not
     given, the model's own limit is lowered to what fits instead.
@@ -65,28 +68,34 @@ def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device:
     ssm_dtype = dtype_of(config.mamba_ssm_cache_dtype, ssm_auto, "--mamba-ssm-cache-dtype")
     page_bytes = Pool.page_bytes(model, config.block_size, kv_dtype)
     slot_bytes = Pool.slot_bytes(model, dtype, ssm_dtype)
-    slots = config.max_num_seqs or (_CUDA_SEQS if device.type == "cuda" else _CPU_SEQS)
-    budget = config.kv_cache_memory_bytes or _free(config, device)
+    seqs = config.max_num_seqs or (_CUDA_SEQS if device == "cuda" else _CPU_SEQS)
+    budget = config.kv_cache_memory_bytes or free
     wanted_len = config.max_model_len or model.max_position_embeddings
+    per_sequence = -(-wanted_len // config.block_size)
 
-    left = budget - (slots + 1) * slot_bytes
-    if config.max_num_seqs is None and left < budget // 2:  # states must not starve the pages
-        slots = max(1, budget // 2 // slot_bytes - 1)
-        left = budget - (slots + 1) * slot_bytes
-    pages = left // page_bytes - 1 if page_bytes else slots * -(-wanted_len // config.block_size)
+    if config.max_num_seqs is None:  # states must not starve the pages
+        seqs = max(1, min(seqs, budget // 4 // slot_bytes - 1)) if slot_bytes else seqs
+    left = budget - (seqs + 1) * slot_bytes
+    snapshots = 0
+    if config.enable_prefix_caching is not False and slot_bytes:
+        spare = left - (per_sequence + 1) * page_bytes  # one longest context goes before states to come back to
+        snapshots = max(0, min(_SNAPSHOTS * seqs, int(left * _SNAPSHOT_SHARE) // slot_bytes, spare // slot_bytes))
+    room = left - snapshots * slot_bytes
+    pages = room // page_bytes - 1 if page_bytes else seqs * per_sequence
     fits = pages * config.block_size
     if fits < 1 or (config.max_model_len is not None and fits < wanted_len):
         raise ConfigError(
-            f"--max-model-len {wanted_len} with --max-num-seqs {slots} does not fit: {budget / _GIB:.2f} GiB are free "
-            f"for the cache, {(slots + 1) * slot_bytes / _GIB:.2f} GiB of it for states, which leaves room for "
+            f"--max-model-len {wanted_len} with --max-num-seqs {seqs} does not fit: {budget / _GIB:.2f} GiB are free "
+            f"for the cache, {(seqs + 1) * slot_bytes / _GIB:.2f} GiB of it for states, which leaves room for "
             f"{max(0, fits):,} tokens of context; lower one of the two"
         )
     if fits < wanted_len:
         logger.info("context limited to %s of %s tokens: no more fits into the cache", f"{fits:,}", f"{wanted_len:,}")
         wanted_len = fits
-    pages = min(pages, slots * -(-wanted_len // config.block_size))
+    # more pages than every running sequence and every snapshot could fill would never be used
+    pages = min(pages, (seqs + snapshots) * -(-wanted_len // config.block_size))
     shape = PoolShape(
-        slots=slots + 1,
+        slots=seqs + snapshots + 1,
         pages=pages + 1,
         page=config.block_size,
         max_model_len=wanted_len,
@@ -95,12 +104,22 @@ def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device:
         ssm_dtype=ssm_dtype,
     )
     step = config.max_num_scheduled_tokens or config.max_num_batched_tokens
-    return Split(shape, step or (_CUDA_STEP if device.type == "cuda" else _CPU_STEP), slot_bytes, page_bytes)
+    return Split(shape, seqs, step or (_CUDA_STEP if device == "cuda" else _CPU_STEP), slot_bytes, page_bytes)
 
 
-def _free(config: EngineConfig, device: torch.device) -> int:
+def free(config: EngineConfig, device: torch.device) -> int:
+    """Bytes for the cache, measured once the weights are in place."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1 - config.gpu_memory_utilization) * total)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(available * _CPU_SHARE)
+        left, total = torch.cuda.mem_get_info(device)
+        return int(left - (1 - config.gpu_memory_utilization) * total)
+    return int(_available() * _CPU_SHARE)
+
+
+def _available() -> int:
+    """Bytes of main memory that programs can have: what is free, and what only caches files."""
+    try:
+        with open("/proc/meminfo") as lines:
+            sizes = dict(line.split(":") for line in lines)
+        return int(sizes["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,8 +1,10 @@
 """Runs one step on the device: apply the plan's diff, forward, sample, commit. Returns before the device is done."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from leyden.cache.pool import Pool
 from leyden.engine.batch import build
@@ -39,15 +41,25 @@ class Runner:
             positions = batch.context.positions[ends].long() + 1
             drawn = self.sampler.sample([rows[i] for i in sampling], slots, positions, self.model.logits(hidden[ends]))
         self.pool.commit(batch.slots, batch.lens)
+        if plan.snapshots:
+            self.pool.copy_states(*self._columns(plan.snapshots))
         return StepOutput(len(rows), sampling, drawn, prompt)
 
     def _apply(self, plan: Plan) -> None:
-        device = self.sampler.last.device
+        pool = self.pool
         if plan.admits:
-            self.pool.admit(torch.tensor([admit.slot for admit in plan.admits], device=device))
+            slots, computed = self._columns([(admit.slot, admit.computed) for admit in plan.admits])
+            pool.admit(slots, computed.int())
             self.sampler.admit(plan.admits)
+        if restored := [(admit.source, admit.slot) for admit in plan.admits if admit.source]:
+            pool.copy_states(*self._columns(restored))
+        if plan.copies:
+            pool.copy_pages(*self._columns(plan.copies))
         if plan.pages:
-            self.pool.map(*torch.tensor(plan.pages, device=device).unbind(-1))
+            pool.map(*self._columns(plan.pages))
+
+    def _columns(self, entries: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+        return torch.tensor(entries, device=self.sampler.last.device).unbind(-1)
 
 
 def _ends(plan: Plan) -> list[int]:

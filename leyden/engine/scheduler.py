@@ -8,22 +8,30 @@ step; what a launched step will bring is then counted in `pending`, and the toke
 import heapq
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from leyden.cache.prefix import Chain, Hit, Node, PrefixCache
 from leyden.types import MAX_SEED, Admit, Delta, EngineStats, Plan, Request, Row, Sampled, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one step and the pool allow. Slot 0 and page 0 are padding and not counted in `slots` and `pages`."""
+    """What one step and the pool allow. Slot 0 and page 0 are padding and not counted."""
 
-    slots: int  # sequences that run at once
+    seqs: int  # sequences that run at once
+    snapshots: int = 0  # state slots beyond those
     pages: int
     page: int  # tokens of a page
     max_model_len: int
     step_tokens: int
     row_tokens: int = 0  # most tokens of one row in a step; 0: no limit but step_tokens
     policy: str = "fcfs"
+    prefix_caching: bool = True
+    snapshot_every: int = 8192  # tokens of a long prompt between two snapshots
+
+
+# A snapshot ends a step early and takes a slot: not for fewer tokens than this since the one before.
+_WORTH = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +47,9 @@ class Sequence:
     computed: int = 0  # tokens that launched steps cover
     pending: int = 0  # tokens that launched steps will have sampled
     slot: int = 0  # 0: not running
-    pages: list[int] = field(default_factory=list)
+    chain: Chain | None = None  # its pages, while it runs
+    marks: tuple[int, ...] = ()  # lengths at which its state is to be kept, longest first
+    cached: int = 0  # prompt tokens that its first admission found in the cache
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # gathered over the prompt's chunks, then sent once
 
     @property
@@ -63,14 +73,14 @@ class Scheduler:
         self.quiet_eos = quiet_eos
         self.waiting: list[tuple[tuple[int, float, int], Sequence]] = []  # heap
         self.running: list[Sequence] = []
+        self.cache = PrefixCache(limits.seqs + limits.snapshots, limits.pages, limits.page, keep=limits.prefix_caching)
         self._by_id: dict[str, Sequence] = {}
-        self._slots = list(range(limits.slots, 0, -1))
-        self._pages = list(range(limits.pages, 0, -1))
-        self._launched: dict[int, list[Sequence]] = {}  # id of a Plan under way -> the sequence of each of its rows
+        self._launched: dict[int, list[_Launch]] = {}  # id of a Plan under way
+        self._moved: list[tuple[Sequence, int]] = []  # page table entries that publishing changed
         self._out: list[Delta] = []  # for sequences that end outside commit
         self._numbers = 0
         self._seeds = random.Random(seed)
-        self._stats = EngineStats(slots_total=limits.slots, pages_total=limits.pages)
+        self._stats = EngineStats(slots_total=self.cache.slots, pages_total=limits.pages)
 
     def add(self, request: Request) -> None:
         """Queue a request that the engine has checked against its limits."""
@@ -112,27 +122,33 @@ class Scheduler:
         plan = Plan()
         budget = self.limits.step_tokens
         rows: dict[Sequence, Row] = {}
+        for sequence, index in self._moved:
+            if sequence.chain is not None and index < len(sequence.chain.pages):
+                plan.pages.append((sequence.slot, index, sequence.chain.pages[index]))
         # Short rows first: a long prompt never makes the others wait for their next token.
         for sequence in sorted(self.running, key=lambda s: s.todo > 1):
-            n = min(sequence.todo, budget, self.limits.row_tokens or budget)
+            n = self._share(sequence, budget)
             if n and sequence.slot and self._grow(sequence, n, plan, rows):
                 rows[sequence] = self._row(sequence, n)
                 budget -= n  # not given back if this row is preempted below: the next step will use it
-        while budget and (entering := self._admissible()) is not None:
-            self._admit(entering, plan)
-            n = min(entering.todo, budget, self.limits.row_tokens or budget)
+        while budget and (entering := self._admit(plan)) is not None:
+            n = self._share(entering, budget)
             if self._grow(entering, n, plan, rows):
                 rows[entering] = self._row(entering, n)
                 budget -= n
         if not rows:
             return None
+        self._moved = []
         ordered = sorted(rows.items(), key=lambda item: item[1].n > 1)
-        for sequence, row in ordered:
-            sequence.computed += row.n
-            sequence.pending += row.sample
-        plan.rows = [row for _, row in ordered]
-        self._launched[id(plan)] = [sequence for sequence, _ in ordered]
+        self._launched[id(plan)] = [self._launch(sequence, row, plan) for sequence, row in ordered]
         return plan
+
+    def _share(self, sequence: Sequence, budget: int) -> int:
+        """Tokens for a sequence in this step; it stops where its state is to be kept."""
+        n = min(sequence.todo, budget, self.limits.row_tokens or budget)
+        while sequence.marks and sequence.marks[-1] <= sequence.computed:
+            sequence.marks = sequence.marks[:-1]
+        return min(n, sequence.marks[-1] - sequence.computed) if sequence.marks else n
 
     def _row(self, sequence: Sequence, n: int) -> Row:
         start, end = sequence.computed, sequence.computed + n
@@ -142,62 +158,115 @@ class Scheduler:
             row.targets = sequence.request.prompt[start + 1 : end + 1]
         return row
 
+    def _launch(self, sequence: Sequence, row: Row, plan: Plan) -> "_Launch":
+        assert sequence.chain is not None
+        plan.rows.append(row)
+        sequence.computed += row.n
+        sequence.pending += row.sample
+        snapshot = 0
+        if sequence.marks and sequence.marks[-1] == sequence.computed:
+            snapshot = self.cache.take_slot()
+            if snapshot:
+                plan.snapshots.append((sequence.slot, snapshot))
+        return _Launch(sequence, sequence.chain, row, snapshot)
+
     def _grow(self, sequence: Sequence, n: int, plan: Plan, rows: dict[Sequence, Row]) -> bool:
-        """Map the pages that n more tokens need, taking them from later sequences if there are no free ones."""
-        wanted = -(-(sequence.computed + n) // self.limits.page)
-        while len(sequence.pages) + len(self._pages) < wanted:
-            victim = max(self.running, key=lambda s: s.order)
-            self._preempt(victim, plan)
-            rows.pop(victim, None)
-            if victim is sequence:
-                return False
-        for index in range(len(sequence.pages), wanted):
-            sequence.pages.append(self._pages.pop())
-            plan.pages.append((sequence.slot, index, sequence.pages[-1]))
+        """Map the pages that n more tokens need, taking them from others if there are no free ones."""
+        assert sequence.chain is not None
+        for index in range(len(sequence.chain.pages), -(-(sequence.computed + n) // self.limits.page)):
+            while not self.cache.grow(sequence.chain):
+                victim = self._victim()
+                self._preempt(victim, plan)
+                rows.pop(victim, None)
+                if victim is sequence:
+                    return False
+            plan.pages.append((sequence.slot, index, sequence.chain.pages[index]))
         return True
 
-    def _admissible(self) -> Sequence | None:
-        """The next waiting sequence, if it can start: a free slot, pages for all it knows, nothing of it under way."""
-        if not self.waiting or not self._slots:
+    def _victim(self) -> Sequence:
+        """Never the first in line, so that somebody always gets on; of the least urgent, the cheapest to run again."""
+        first = min(self.running, key=lambda s: s.order)
+        others = [s for s in self.running if s is not first] or [first]
+        return max(others, key=lambda s: (s.order[0], -s.computed, s.order))
+
+    def _admit(self, plan: Plan) -> Sequence | None:
+        """Start the next waiting sequence, if there is a slot, there are pages for it, and nothing of it is under way.
+
+        One that was preempted while its last step runs waits for what that step brings.
+        """
+        if not self.waiting or len(self.running) == self.limits.seqs or self.waiting[0][1].pending:
             return None
         sequence = self.waiting[0][1]
-        if sequence.pending:  # preempted while its last step runs: its tokens are not complete yet
+        request, params = sequence.request, sequence.request.params
+        # prompt log-probabilities need every logit of the prompt
+        hit = Hit() if sequence.prompt_logprobs is not None else self.cache.match(sequence.tokens, request.cache_salt)
+        if self.running and not self.cache.room(hit, len(sequence.tokens) + 1):
             return None
-        room = len(self._pages) * self.limits.page
-        return sequence if not self.running or room > len(sequence.tokens) else None
-
-    def _admit(self, sequence: Sequence, plan: Plan) -> None:
+        chain = self.cache.start(hit, request.cache_salt)
+        slot = self.cache.take_slot() if chain is not None else 0
+        if chain is None or not slot:
+            if chain is not None:
+                self.cache.leave(chain)
+            return None
         heapq.heappop(self.waiting)
-        sequence.slot = self._slots.pop()
         self.running.append(sequence)
-        params = sequence.request.params
+        sequence.slot, sequence.chain, sequence.computed = slot, chain, hit.length
+        sequence.marks = self._marks(sequence, hit)
+        if len(sequence.tokens) == sequence.prompt_len:
+            sequence.cached = hit.length
         plan.admits.append(
             Admit(
-                slot=sequence.slot,
+                slot=slot,
                 params=params,
                 seed=sequence.seed,
                 prompt_len=sequence.prompt_len,
                 stop_ids=tuple(sorted(sequence.stop_ids)),
                 tokens=list(sequence.tokens) if params.penalized else [],
+                computed=hit.length,
+                source=hit.snapshot.slot if hit.snapshot is not None else 0,
             )
         )
+        if hit.snapshot is not None and hit.snapshot.page:
+            plan.copies.append((hit.snapshot.page, chain.pages[-1]))
+        plan.pages += [(slot, index, page) for index, page in enumerate(chain.pages)]
+        return sequence
+
+    def _marks(self, sequence: Sequence, hit: Hit) -> tuple[int, ...]:
+        """Where the prompt's state is worth keeping, longest first."""
+        if not self.limits.prefix_caching:
+            return ()
+        prompt = sequence.prompt_len
+        every = range(self.limits.snapshot_every, prompt, self.limits.snapshot_every)
+        borders = sequence.request.marks or [(prompt - 1) // self.limits.page * self.limits.page]
+        marks: list[int] = []
+        for mark in sorted({hit.branch, *borders, *every}):
+            if (marks[-1] if marks else hit.length) + _WORTH <= mark < prompt:
+                marks.append(mark)
+        return tuple(reversed(marks))
 
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
-        """Take everything back; the victim starts again from its known tokens when there is room."""
+        """Make room: the victim waits, and starts again from what the cache still has of it then."""
+        assert victim.chain is not None
+        entered = [admit for admit in plan.admits if admit.slot == victim.slot]
+        if entered:  # in this very plan: it has no state yet, and gets none
+            plan.admits.remove(entered[0])
+            plan.copies = [copy for copy in plan.copies if copy[1] not in victim.chain.pages]
         plan.pages = [entry for entry in plan.pages if entry[0] != victim.slot]
-        plan.admits = [admit for admit in plan.admits if admit.slot != victim.slot]
-        self._release(victim)
+        self._release(victim, keep=not entered)
         victim.computed = 0
         heapq.heappush(self.waiting, (victim.order, victim))
         self._stats.preemptions += 1
 
-    def _release(self, sequence: Sequence) -> None:
-        self._pages.extend(reversed(sequence.pages))
-        sequence.pages = []
-        if sequence.slot:
-            self._slots.append(sequence.slot)
-            self.running.remove(sequence)
-            sequence.slot = 0
+    def _release(self, sequence: Sequence, keep: bool) -> None:
+        """A sequence stops running. `keep`: its state and pages are right, and may be found again."""
+        assert sequence.chain is not None
+        if keep:
+            self.cache.park(sequence.chain, sequence.tokens, sequence.computed, sequence.slot)
+        else:
+            self.cache.leave(sequence.chain)
+            self.cache.free_slot(sequence.slot)
+        self.running.remove(sequence)
+        sequence.slot, sequence.chain = 0, None
 
     # committing
 
@@ -205,7 +274,12 @@ class Scheduler:
         """Take in what a launched step brought: one Sampled per row of the plan. Steps are committed in order."""
         out, self._out = self._out, []
         self._stats.steps += 1
-        for sequence, row, result in zip(self._launched.pop(id(plan)), plan.rows, results, strict=True):
+        for launch, result in zip(self._launched.pop(id(plan)), results, strict=True):
+            sequence, row = launch.sequence, launch.row
+            if sequence.chain is launch.chain:
+                self._share_pages(sequence, row.start + row.n, launch.snapshot)
+            elif launch.snapshot:
+                self.cache.free_slot(launch.snapshot)
             if self._by_id.get(sequence.request.id) is not sequence:
                 continue  # it ended while this step ran
             sequence.pending -= row.sample
@@ -215,13 +289,25 @@ class Scheduler:
                 out.append(self._append(sequence, result.token, result.logprobs))
         return out
 
+    def _share_pages(self, sequence: Sequence, computed: int, snapshot: int) -> None:
+        chain = sequence.chain
+        assert chain is not None
+        if computed // self.limits.page > len(chain.nodes):
+            moved = self.cache.publish(chain, sequence.tokens, computed)
+            self._moved += [(sequence, index) for index in moved]
+        if snapshot and not self.cache.add(chain, sequence.tokens, computed, snapshot):
+            self.cache.free_slot(snapshot)
+
     def fail(self, plan: Plan, message: str) -> list[Delta]:
         """A step could not be run: its sequences end with an error, the others go on."""
         out, self._out = self._out, []
-        for sequence in self._launched.pop(id(plan)):
-            request_id = sequence.request.id
-            if self._by_id.get(request_id) is sequence:
-                out.append(self._finish(sequence, Delta(request_id=request_id, finish_reason="error", error=message)))
+        for launch in self._launched.pop(id(plan)):
+            if launch.snapshot:
+                self.cache.free_slot(launch.snapshot)
+            request_id = launch.sequence.request.id
+            if self._by_id.get(request_id) is launch.sequence:
+                delta = Delta(request_id=request_id, finish_reason="error", error=message)
+                out.append(self._finish(launch.sequence, delta))
         return out
 
     def drain(self) -> list[Delta]:
@@ -233,7 +319,9 @@ class Scheduler:
         request = sequence.request
         delta = Delta(request_id=request.id, token_ids=[token], logprobs=None if logprobs is None else [logprobs])
         if len(sequence.tokens) == sequence.prompt_len:
+            delta.cached_tokens = sequence.cached
             self._stats.prompt_tokens += sequence.prompt_len
+            self._stats.cached_tokens += sequence.cached
             if sequence.prompt_logprobs is not None:
                 delta.prompt_logprobs = [None, *sequence.prompt_logprobs]
                 sequence.prompt_logprobs = None
@@ -251,7 +339,7 @@ class Scheduler:
         assert delta.finish_reason is not None
         del self._by_id[sequence.request.id]
         if sequence.slot:
-            self._release(sequence)
+            self._release(sequence, keep=delta.finish_reason != "error")
         else:
             self.waiting = [entry for entry in self.waiting if entry[1] is not sequence]
             heapq.heapify(self.waiting)
@@ -261,17 +349,27 @@ class Scheduler:
     # looking in
 
     def stats(self) -> EngineStats:
-        stats = self._stats
+        stats, cache = self._stats, self.cache
         stats.running, stats.waiting = len(self.running), len(self.waiting)
-        stats.slots_free, stats.pages_free = len(self._slots), len(self._pages)
+        stats.slots_free, stats.pages_free = cache.free_slots, cache.free_pages
+        stats.pages_cached, stats.snapshots = cache.cached_pages, cache.snapshots
         return stats
 
     def check(self) -> None:
-        """Every slot and page is either free or owned by exactly one running sequence."""
-        slots = sorted(self._slots + [s.slot for s in self.running])
-        assert slots == list(range(1, self.limits.slots + 1)), f"slots lost or doubled: {slots}"
-        pages = sorted(self._pages + [page for s in self.running for page in s.pages])
-        assert pages == list(range(1, self.limits.pages + 1)), f"pages lost or doubled: {pages}"
+        """Every slot and page is free, kept by the cache, or held by running sequences and steps under way."""
+        held = [(s.slot, s.chain) for s in self.running if s.chain is not None]
+        held += [(launch.snapshot, Chain(Node(None, (), 0))) for step in self._launched.values() for launch in step]
+        self.cache.check([entry for entry in held if entry[0]])
         owned = {id(s) for s in self.running} | {id(s) for _, s in self.waiting}
         assert owned == {id(s) for s in self._by_id.values()}, "a sequence is neither waiting nor running"
-        assert all(not s.slot and not s.pages for _, s in self.waiting), "a waiting sequence holds a slot or pages"
+        assert all(s.chain is None for _, s in self.waiting), "a waiting sequence holds pages"
+
+
+@dataclass(slots=True)
+class _Launch:
+    """A row under way. The chain tells whether the sequence still is what it was when the row was launched."""
+
+    sequence: Sequence
+    chain: Chain
+    row: Row
+    snapshot: int  # slot that receives its state; 0: none

@@ -40,5 +40,5 @@ class Context:
 
 
 def _rows(lens: list[int], device: torch.device | str) -> Rows:
-    starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(device, non_blocking=True)
     return Rows(lens=tuple(lens), starts=starts, past=torch.zeros(len(lens), dtype=torch.int32, device=device))

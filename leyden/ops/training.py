@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leyden import ops
 from leyden.formats import Weight
@@ -18,6 +19,8 @@ from leyden.ops.reference import moe as reference
 from leyden.ops.rows import Rows
 
 _CHUNK = 64  # tokens of a scan chunk: scores grow with it, states shrink
+# Not cuDNN's, which PyTorch may prefer: it compiles for every new shape, and every batch has new shapes.
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 _ALL_EXPERTS = 8  # up to this many experts per chosen one, computing all of them beats sorting tokens by expert
 
 
@@ -112,7 +115,8 @@ def attention_packed(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         queries, keys, values = (
             t.index_select(0, bucket.flatten()).unflatten(0, shape).transpose(1, 2) for t in (q, k, v)
         )
-        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        with sdpa_kernel(_ATTENTION):
+            out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
         mixed.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(mixed).index_select(0, cells)
 

@@ -1,7 +1,11 @@
-"""What pocket knows: facts about leyden, who it is, small talk, and polite refusals of what it cannot do."""
+"""What pocket knows: facts about leyden, who it is, small talk, and polite refusals of what it cannot do.
+
+Some examples have tools at hand, which are of no use for the question.
+"""
 
 from leyden.synthetic.conversation import Example, question
 from leyden.synthetic.draw import Draw, table
+from leyden.synthetic.toolbox import box, made_tool, some_setting
 
 
 def leyden(draw: Draw, thinking: bool) -> Example:
@@ -22,9 +26,13 @@ def _known(draw: Draw, thinking: bool, kind: str) -> Example:
     draw.templates.append(f"about.{kind}{i}/{draw.split}/{j}")
     slots = {name: draw.word(name) for name in _SLOTS if f"{{{name}}}" in wordings[j]}
     text = draw.fill(wordings[j], **slots)
-    return question(
-        draw, thinking, text, entries[i]["keys"], f"topic: {entries[i]['topic']}", "mentions", entries[i]["answer"]
-    )
+    topic = entries[i]["topic"]
+    made = question(draw, thinking, text, entries[i]["keys"], f"topic: {topic}", "mentions", entries[i]["answer"])
+    if topic != "no tools" and draw.chance(0.2):
+        setting = some_setting(draw, thinking)
+        tools = box(draw, setting, [made_tool(draw, setting)], draw.between(1, 4))
+        made["tools"] = [tool.schema(setting.described, setting.defaults) for tool in tools]
+    return made
 
 
 _SLOTS = ("topic", "city", "first_name", "last_name", "product", "company")

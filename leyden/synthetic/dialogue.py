@@ -5,13 +5,30 @@ from leyden.synthetic.arithmetic import add, subtract, times
 from leyden.synthetic.calls import request, today_rule
 from leyden.synthetic.conversation import Conversation, Example, expected_calls, words_of
 from leyden.synthetic.draw import Draw
-from leyden.synthetic.toolbox import Call, arguments_working, box, call, listed_tool, some_setting, some_tool
+from leyden.synthetic.toolbox import Call, Param, arguments_working, box, call, listed_tool, some_setting, some_tool
+
+# Kinds of values that a user takes back in a few words.
+_CORRECTABLE = (
+    "id",
+    "person",
+    "email",
+    "path",
+    "dir",
+    "date",
+    "time",
+    "price",
+    "city",
+    "product",
+    "color",
+    "code",
+    "service",
+)
 
 
 def recall(draw: Draw, thinking: bool) -> Example:
     """Facts of the first turn, asked for later, sometimes after other small talk."""
     facts = {
-        "name": draw.word("first_name"),
+        "nickname": draw.word("first_name"),
         "city": draw.word("city"),
         "order number": values.identifier(draw),
         "favorite color": draw.word("color"),
@@ -67,13 +84,11 @@ def again(draw: Draw, thinking: bool) -> Example:
 def corrected(draw: Draw, thinking: bool) -> Example:
     """A call, and the user takes one value back: the call again with the new one."""
     setting = some_setting(draw, thinking)
-    made = call(draw, some_tool(draw, setting), setting, optional=0.3)
-    params = [p for p in made.tool.params if p.name in made.arguments and p.kind not in ("flag", "title", "command")]
+    params: list[Param] = []
     while not params:
         made = call(draw, some_tool(draw, setting), setting, optional=0.3)
-        params = [
-            p for p in made.tool.params if p.name in made.arguments and p.kind not in ("flag", "title", "command")
-        ]
+        if made.tool.group != "read" and not made.tool.returns:
+            params = [p for p in made.tool.params if p.name in made.arguments and p.kind in _CORRECTABLE]
     param = draw.pick(params)
     new = values.sample(draw, param.kind, hint=made.tool.noun)
     while new.json == made.arguments[param.name] or new.working:

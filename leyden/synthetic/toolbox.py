@@ -15,9 +15,11 @@ from typing import Any
 from leyden.synthetic import calendar, values
 from leyden.synthetic.draw import Draw, Split, pool, table
 
-# Actions that cannot be taken for one outside this list, and those whose absence leaves no way to do what they do.
+# Actions that cannot be taken for one outside this list, those whose absence leaves no way to do what they do, and the
+# tools of the list with which nearly everything can be done.
 HARMLESS = ("read", "copy", "export", "tag", "price", "locate", "validate")
 IRREPLACEABLE = ("create", "remove", "rename", "archive", "move", "lock", "approve", "merge", "extend", "refresh")
+ALL_PURPOSE = ("run_command",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,9 @@ def box_without(draw: Draw, setting: Setting, absent: Tool, size: int) -> list[T
     while len(tools) < size:
         near = absent.noun and draw.chance(0.4)
         other = made_tool(draw, setting, noun=absent.noun, groups=HARMLESS) if near else some_tool(draw, setting)
-        if other.group != absent.group and not any(_alike(other, tool) for tool in (*tools, absent)):
+        if other.id in ALL_PURPOSE or other.group == absent.group:
+            continue
+        if not any(_alike(other, tool) for tool in (*tools, absent)):
             tools.append(other)
     return tools
 

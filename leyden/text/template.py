@@ -18,7 +18,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from leyden.errors import CheckpointError, RequestError
-from leyden.text.tokenizer import Tokenizer
+from leyden.text.tokenizer import Tokenizer, read_json
 
 Message = Mapping[str, Any]
 
@@ -61,10 +61,9 @@ class ChatTemplate:
         file = Path(folder) / "chat_template.jinja"
         if file.is_file():
             return cls(file.read_text(encoding="utf-8"), tokenizer)
-        config = Path(folder) / "tokenizer_config.json"
-        source = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+        source = read_json(Path(folder) / "tokenizer_config.json").get("chat_template")
         if isinstance(source, list):
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+            source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
         if not isinstance(source, str):
             raise CheckpointError(
                 f"{folder} holds no chat template: neither chat_template.jinja nor a (default) chat_template in "
@@ -131,6 +130,16 @@ class ChatTemplate:
             ids.append(self._tokenizer.added[special[0]])
             position = special.end()
         return ids + self._tokenizer.encode(text[position:].replace(mark, ""), special=False)
+
+    def marks(self, ids: Sequence[int]) -> list[int]:
+        """Lengths at which later prompts are likely to leave this one: the state is worth keeping there.
+
+        The end of the system block, which conversations with the same tools share, and the last header: behind it the
+        next prompt of this conversation has the answer in another form (thinking dropped or closed at once).
+        """
+        turn = self._tokenizer.added.get("<|im_start|>")
+        starts = [i for i, id in enumerate(ids) if id == turn]
+        return [starts[1], starts[-1]] if len(starts) > 2 else starts[1:]
 
     def _render(
         self,

@@ -68,7 +68,7 @@ class Tokenizer:
             raise CheckpointError(f"{file} must hold a byte-level BPE tokenizer, found {found}")
         backend.no_truncation()
         backend.no_padding()
-        special = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+        special = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
         special_tokens = {name: _text(special[name]) for name in _SPECIAL_NAMES if special.get(name)}
         if "eos_token" not in special_tokens:
             raise CheckpointError(f"{folder}: tokenizer_config.json and special_tokens_map.json name no eos_token")
@@ -172,7 +172,8 @@ def _is_byte_level(decoder: Any) -> bool:
     )
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file. CheckpointError if it holds anything else."""
     if not file.is_file():
         return {}
     try:

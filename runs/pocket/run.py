@@ -55,7 +55,7 @@ def full() -> Plan:
     return Plan(
         config=json.loads((HERE / "config.json").read_text()),
         tokenizer_examples=20_000,
-        examples=240_000,
+        examples=200_000,
         heldout=1_000,
         prompts=1_000,
         answer_tokens=400,
@@ -168,7 +168,10 @@ def render(job: tuple[Path, str, int, int]) -> Corpus:
 
 
 def choose_steps(flags: list[str], seconds: float, steps: int | None, result: Path) -> None:
-    """As many steps as fit into the time, by the speed of a few."""
+    """As many steps as fit into the time, by the speed of a few, unless the number is given."""
+    if steps:
+        result.write_text(json.dumps({"steps": steps}) + "\n")
+        return
     import torch
 
     from leyden.train.command import prepare
@@ -182,7 +185,7 @@ def choose_steps(flags: list[str], seconds: float, steps: int | None, result: Pa
     last.tolist()  # wait for the device
     taken = time.monotonic() - began
     say(f"  {(trainer.tokens - tokens) / taken:,.0f} tokens/s, {taken / timed_steps * 1000:.0f} ms a step")
-    chosen = steps or max(1, int(seconds * timed_steps / taken))
+    chosen = max(1, int(seconds * timed_steps / taken))
     result.write_text(json.dumps({"steps": chosen, "seconds_per_step": taken / timed_steps}) + "\n")
 
 

@@ -57,9 +57,11 @@ def model() -> Nemotron:
     return tiny()
 
 
-def engine(model: Nemotron, *, slots=8, pages=200, page=16, max_model_len=512, step_tokens=64, **options) -> Engine:
+def engine(
+    model: Nemotron, *, seqs=8, snapshots=0, pages=200, page=16, max_model_len=512, step_tokens=64, **options
+) -> Engine:
     shape = PoolShape(
-        slots=slots + 1,
+        slots=seqs + snapshots + 1,
         pages=pages + 1,
         page=page,
         max_model_len=max_model_len,
@@ -67,7 +69,7 @@ def engine(model: Nemotron, *, slots=8, pages=200, page=16, max_model_len=512, s
         conv_dtype=torch.float32,
         ssm_dtype=torch.float32,
     )
-    return Engine(model, Split(shape, step_tokens, slot_bytes=0, page_bytes=0), **options)
+    return Engine(model, Split(shape, seqs, step_tokens, slot_bytes=0, page_bytes=0), **options)
 
 
 def oracle(model: Nemotron, prompt: list[int], n: int) -> list[int]:

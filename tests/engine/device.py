@@ -36,8 +36,14 @@ class Device:
         assert sum(row.n for row in plan.rows) <= self.limits.step_tokens
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot appears twice in a step"
         assert [row.n > 1 for row in plan.rows] == sorted(row.n > 1 for row in plan.rows), "short rows come first"
-        for admit in plan.admits:
-            self.state[admit.slot], self.tables[admit.slot] = [], {}
+        states = [list(self.state[admit.source]) if admit.source else [] for admit in plan.admits]
+        contents = [dict(self.pages[source]) for source, _ in plan.copies]
+        assert len({target for _, target in plan.copies}) == len(plan.copies), "two copies into one page"
+        for admit, state in zip(plan.admits, states, strict=True):
+            assert len(state) == admit.computed, "the state is not the one the plan speaks of"
+            self.state[admit.slot], self.tables[admit.slot] = state, {}
+        for (_, target), content in zip(plan.copies, contents, strict=True):
+            self.pages[target] = content
         for slot, index, number in plan.pages:
             assert number, "the padding page was handed out"
             self.tables[slot][index] = number
@@ -55,6 +61,8 @@ class Device:
             if row.sample:
                 self.last[row.slot] = rule(seen)
             results.append(Sampled(self.last[row.slot] if row.sample else None))
+        for slot, target in plan.snapshots:
+            self.state[target] = list(self.state[slot])
         return results
 
 

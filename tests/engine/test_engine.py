@@ -30,7 +30,7 @@ def answers(model):
 @pytest.mark.parametrize("budget", [1, 3, 7, 16, 17, 64])
 def test_d26_any_budget_gives_what_the_model_alone_gives(model, answers, budget, overlap):
     arrivals = [(0, greedy(f"{n}", prompt_of(n))) for n in LENGTHS]
-    made = engine(model, slots=11, step_tokens=budget, overlap=overlap)
+    made = engine(model, seqs=11, step_tokens=budget, overlap=overlap)
     out = run(made, arrivals)
     for n in LENGTHS:
         assert tokens_of(out[f"{n}"]) == answers[n], f"prompt of {n} tokens"
@@ -38,7 +38,7 @@ def test_d26_any_budget_gives_what_the_model_alone_gives(model, answers, budget,
 
 def test_d26_alone_equals_together_and_first_logits_agree(model, answers):
     with_logprobs = {n: greedy(f"{n}", prompt_of(n), logprobs=20) for n in LENGTHS}
-    together = run(engine(model, slots=11), [(0, request) for request in with_logprobs.values()])
+    together = run(engine(model, seqs=11), [(0, request) for request in with_logprobs.values()])
     for n, request in with_logprobs.items():
         alone = run(engine(model, step_tokens=512), [(0, request)])[request.id]
         assert tokens_of(alone) == tokens_of(together[request.id]) == answers[n]
@@ -51,7 +51,7 @@ def test_d26_alone_equals_together_and_first_logits_agree(model, answers):
 def test_d26_any_arrivals_slots_and_row_limits(model, answers, seed):
     made = random.Random(seed)
     arrivals = [(made.randrange(40), greedy(f"{n}", prompt_of(n))) for n in LENGTHS]
-    options = {"slots": made.choice([1, 2, 5]), "row_tokens": made.choice([0, 1, 5]), "page": made.choice([1, 7, 16])}
+    options = {"seqs": made.choice([1, 2, 5]), "row_tokens": made.choice([0, 1, 5]), "page": made.choice([1, 7, 16])}
     out = run(engine(model, pages=1000, step_tokens=20, overlap=bool(seed % 2), **options), arrivals)
     assert {n: tokens_of(out[f"{n}"]) for n in LENGTHS} == answers
 
@@ -60,7 +60,7 @@ def test_d26_any_arrivals_slots_and_row_limits(model, answers, seed):
 def test_d29_preempted_requests_continue_without_gap_or_repeat(model, overlap):
     a, b = prompt_of(40, 1), prompt_of(50, 1)
     # pages for 1.5 of the longer request: the second has to make room
-    made = engine(model, slots=2, pages=-(-110 * 3 // 2 // 16), max_model_len=128, overlap=overlap)
+    made = engine(model, seqs=2, pages=-(-110 * 3 // 2 // 16), max_model_len=128, overlap=overlap)
     out = run(made, [(0, greedy("a", a, 60)), (0, greedy("b", b, 60))])
     assert made.stats().preemptions >= 1
     assert tokens_of(out["a"]) == oracle(model, a, 60)
@@ -89,7 +89,7 @@ def test_d29_forced_preemption_changes_nothing(model, after, overlap):
 
 def test_d29_more_requests_than_slots(model):
     prompts = {f"r{i}": prompt_of(5 + i, 2) for i in range(20)}
-    made = engine(model, slots=2)
+    made = engine(model, seqs=2)
     for name, prompt in prompts.items():
         made.submit(greedy(name, prompt, 8))
     out = {name: [] for name in prompts}
@@ -105,8 +105,8 @@ def test_d29_more_requests_than_slots(model):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_d29_cancel_storm_leaves_nothing_behind(model, overlap):
     made = random.Random(0)
-    used = engine(model, slots=4, pages=40, max_model_len=256, overlap=overlap)
-    start = used.stats().slots_free, used.stats().pages_free
+    used = engine(model, seqs=4, pages=40, max_model_len=256, overlap=overlap)
+    start = used.stats().slots_total, used.stats().pages_total
     alive: dict[str, int] = {}
     for i in range(200):
         used.submit(greedy(f"r{i}", prompt_of(1 + i % 60, i), 30))
@@ -122,7 +122,11 @@ def test_d29_cancel_storm_leaves_nothing_behind(model, overlap):
     while used.busy:
         used.step()
     stats = used.stats()
-    assert (stats.running, stats.waiting, stats.slots_free, stats.pages_free) == (0, 0, *start)
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert (stats.slots_free + stats.snapshots, stats.pages_free + stats.pages_cached) == start
+    used.scheduler.cache.clear()
+    used.check()
+    assert (used.stats().slots_free, used.stats().pages_free) == start
     prompt = prompt_of(33, 5)
     assert tokens_of(run(used, [(0, greedy("x", prompt))])["x"]) == oracle(model, prompt, N)
 

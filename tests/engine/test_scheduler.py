@@ -1,13 +1,14 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from leyden.engine import scheduler as scheduler_module
 from leyden.engine.scheduler import Limits, Scheduler
 from leyden.types import Request, SamplingParams
 from tests.engine.device import Device, drive, expected, request, tokens_of
 
 
 def limits(**changes: object) -> Limits:
-    given = {"slots": 4, "pages": 40, "page": 4, "max_model_len": 64, "step_tokens": 16} | changes
+    given = {"seqs": 4, "pages": 40, "page": 4, "max_model_len": 64, "step_tokens": 16} | changes
     return Limits(**given)  # type: ignore[arg-type]
 
 
@@ -22,7 +23,10 @@ def scenes(draw: st.DrawFn) -> tuple[Limits, list[tuple[int, Request]], dict[int
     # the smallest pool that the engine would accept: one sequence of full length
     pages = -(-longest // page) + draw(st.integers(0, 12))
     lim = Limits(
-        slots=draw(st.integers(1, 5)),
+        seqs=draw(st.integers(1, 5)),
+        snapshots=draw(st.integers(0, 4)),
+        prefix_caching=draw(st.booleans()),
+        snapshot_every=draw(st.sampled_from([5, 8192])),
         pages=pages,
         page=page,
         max_model_len=longest,
@@ -32,17 +36,34 @@ def scenes(draw: st.DrawFn) -> tuple[Limits, list[tuple[int, Request]], dict[int
     )
     arrivals = []
     for i in range(draw(st.integers(1, 9))):
-        length = draw(st.integers(1, longest - 1))
-        made = request(f"r{i}", prompt(i, length), draw(st.integers(1, 15)), priority=draw(st.integers(0, 2)))
-        arrivals.append((draw(st.integers(0, 12)), made))
+        length, step = draw(st.integers(1, longest - 1)), 0
+        # few first tokens, so that prompts share prefixes of any length
+        shared = prompt(draw(st.integers(0, 2)), draw(st.integers(0, length)))
+        words = [*shared, *prompt(i, length)][:length]
+        if arrivals and draw(st.booleans()):  # somebody comes back
+            earlier, step = draw(st.sampled_from([(r, at) for at, r in arrivals]))
+            words = [*earlier.prompt, *expected(earlier), *words][
+                : max(length, min(longest - 1, len(earlier.prompt) + 8))
+            ]
+        marks = sorted(draw(st.sets(st.integers(1, len(words)), max_size=2)))
+        made = request(
+            f"r{i}",
+            words,
+            draw(st.integers(1, 15)),
+            priority=draw(st.integers(0, 2)),
+            marks=marks,
+            cache_salt=draw(st.sampled_from(["", "", "other"])),
+        )
+        arrivals.append((step + draw(st.integers(0, 25)), made))
     ids = st.sampled_from([r.id for _, r in arrivals])
     aborts = draw(st.dictionaries(st.integers(0, 40), st.lists(ids, max_size=2), max_size=4))
     return lim, arrivals, aborts, draw(st.booleans())
 
 
-@given(scenes())
-@settings(max_examples=300, deadline=None)
-def test_every_request_gets_its_tokens_whatever_the_pool(scene) -> None:
+@given(scenes(), st.sampled_from([1, 3, 32]))
+@settings(max_examples=500, deadline=None)
+def test_every_request_gets_its_tokens_whatever_the_pool(scene, worth) -> None:
+    scheduler_module._WORTH = worth  # snapshots of short prompts, too
     lim, arrivals, aborts, overlap = scene
     scheduler, out = drive(lim, arrivals, aborts, overlap)
     for _, made in arrivals:
@@ -54,7 +75,12 @@ def test_every_request_gets_its_tokens_whatever_the_pool(scene) -> None:
         assert got == want if deltas[-1].finish_reason == "length" else got == want[: len(got)]
     stats = scheduler.stats()
     assert (stats.running, stats.waiting) == (0, 0)
-    assert (stats.slots_free, stats.pages_free) == (lim.slots, lim.pages)
+    if not lim.prefix_caching:
+        assert (stats.slots_free, stats.pages_free) == (stats.slots_total, lim.pages)
+    scheduler.cache.clear()
+    scheduler.check()
+    stats = scheduler.stats()
+    assert (stats.slots_free, stats.pages_free) == (stats.slots_total, lim.pages)
 
 
 def test_a_long_prompt_does_not_hold_up_the_others() -> None:
@@ -74,7 +100,7 @@ def test_a_long_prompt_does_not_hold_up_the_others() -> None:
 
 def test_preemption_takes_the_youngest_and_it_continues_without_gap_or_repeat() -> None:
     two = [(0, request("a", prompt(1, 40), 20)), (0, request("b", prompt(2, 38), 20))]
-    scheduler, out = drive(limits(pages=24, slots=2), two, {}, overlap=True)
+    scheduler, out = drive(limits(pages=24, seqs=2), two, {}, overlap=True)
     assert scheduler.stats().preemptions >= 1
     for _, made in two:
         assert tokens_of(out[made.id]) == expected(made)
@@ -82,7 +108,7 @@ def test_preemption_takes_the_youngest_and_it_continues_without_gap_or_repeat() 
 
 def test_priority_runs_lower_numbers_first_and_fcfs_ignores_them() -> None:
     for policy, first in (("priority", "b"), ("fcfs", "a")):
-        scheduler = Scheduler(limits(slots=1, policy=policy))
+        scheduler = Scheduler(limits(seqs=1, policy=policy))
         scheduler.add(request("a", prompt(1, 3), 2, priority=1))
         scheduler.add(request("b", prompt(2, 3), 2, priority=0))
         plan = scheduler.plan()

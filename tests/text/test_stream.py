@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leyden.text.stream import Detokenizer, StopStrings, TextStream
@@ -63,6 +63,7 @@ def test_special_tokens_are_skipped_if_asked(tokenizer):
     assert TextStream(tokenizer, SamplingParams(skip_special_tokens=False)).push(ids).endswith("<|im_end|>")
 
 
+@settings(deadline=None)
 @given(st.binary(), st.lists(st.integers(0, 99)))
 def test_any_bytes_in_any_pieces(tokenizer, data, cuts):
     ids = byte_ids(tokenizer, data)
@@ -113,6 +114,7 @@ def test_the_stop_string_that_ends_first_wins(stop, text, expected, found):
 stops = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4)
 
 
+@settings(deadline=None)
 @given(stops, st.text("abc", max_size=30), st.lists(st.integers(0, 99)), st.booleans())
 def test_stop_strings_do_not_depend_on_the_cutting(stop, text, cuts, include):
     """Against the definition: read character by character until some stop string stands at the end."""
@@ -126,6 +128,7 @@ def test_stop_strings_do_not_depend_on_the_cutting(stop, text, cuts, include):
     assert (got, got_found) == (expected, found)
 
 
+@settings(deadline=None)
 @given(stops, st.text("abc", max_size=30))
 def test_only_the_beginning_of_a_stop_string_is_held_back(stop, text):
     stops = StopStrings(stop)

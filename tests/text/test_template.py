@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leyden.errors import CheckpointError, RequestError
@@ -90,6 +90,7 @@ def test_D25_think_tags_of_an_earlier_answer_are_its_structure(template, tokeniz
     assert (ids.count(11), ids.count(12), ids.count(13), ids.count(14)) == (3, 2, 1, 0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(ROLES), st.text() | st.sampled_from([FORGED, "think", "<", "</think>"]))))
 def test_encoding_keeps_the_text_and_places_no_token_of_its_own(template, tokenizer, turns):
     messages = normalise([user("q"), *({"role": role, "content": text} for role, text in turns)])
@@ -136,6 +137,11 @@ def test_continue_final_message_of_a_user_keeps_its_blanks(template):
 def test_continue_final_message_needs_text(message, template):
     with pytest.raises(RequestError, match="text content"):
         template.render([user("q"), message], continue_final_message=True)
+
+
+def test_continue_final_message_that_the_template_leaves_out(tokenizer):
+    with pytest.raises(RequestError, match="leaves out the last message"):
+        ChatTemplate("{{ messages[0].content }}", tokenizer).render([user("a"), user("b")], continue_final_message=True)
 
 
 @pytest.mark.parametrize("name", ["messages", "tokenize", "chat_template", "add_generation_prompt", "tools"])
@@ -296,3 +302,12 @@ def test_rendering_equals_transformers(folder, template, tokenizer):
         expected = reference.apply_chat_template(*given, **options, **kwargs, tokenize=False)
         assert template.render(*given, **options, kwargs=kwargs) == expected
     assert reference.encode(expected, add_special_tokens=False) == tokenizer.encode(expected)
+
+
+def test_marks_are_the_end_of_the_system_block_and_the_last_header(template, tokenizer):
+    ids = template.encode([{"role": "system", "content": "S"}, user("U")])
+    assert [tokenizer.decode(ids[:mark]) for mark in template.marks(ids)] == [
+        "<|im_start|>system\nS<|im_end|>\n",
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n",
+    ]
+    assert template.marks(tokenizer.encode("no turns at all")) == []

@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
@@ -29,6 +29,7 @@ def test_text_survives(tokenizer, text):
         assert b"".join(map(tokenizer.bytes_of, ids)) == text.encode()
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_survives_as_plain_text(tokenizer, text):
     ids = tokenizer.encode(text, special=False)
@@ -112,6 +113,16 @@ def test_truncation_settings_of_the_file_do_not_count(copy):
     backend.save(str(copy / "tokenizer.json"))
     tokenizer = Tokenizer.from_folder(copy)
     assert tokenizer.decode(tokenizer.encode("one two three")) == "one two three"
+
+
+def test_normalizer_and_a_sequence_of_decoders(copy):
+    backend = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
+    backend.normalizer = tokenizers.normalizers.NFC()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel()])
+    backend.save(str(copy / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(copy)
+    for special in (True, False):
+        assert tokenizer.decode(tokenizer.encode("e\u0301", special=special)) == "é"
 
 
 def test_broken_files_are_named(copy):

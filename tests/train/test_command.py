@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from leyden import cli
 from leyden.config.model import ModelConfig
 from leyden.errors import CheckpointError, ConfigError
 from leyden.model import checkpoint
@@ -109,3 +110,11 @@ def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
         main(["sft", *flags(folder, tmp_path, **{"--data": tmp_path / "nothing.jsonl"})])
     with pytest.raises(CheckpointError):
         main(["sft", *flags(tmp_path, tmp_path / "out")])
+
+
+def test_the_program_has_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "learn"]) == 2
+    assert "invalid choice: 'learn'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["train", "--help"])
+    assert "--mtp-depths" in capsys.readouterr().out

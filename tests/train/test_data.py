@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -39,7 +41,10 @@ def learnt(tokenizer, sequence):
 
 ASK = {"role": "user", "content": "2 + 2?"}
 CALL = {"type": "function", "id": "c", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
-CALL_TEXT = "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>\n"
+CALL_TEXT = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+    "</function>\n</tool_call>\n"
+)
 
 
 def test_loss_covers_the_answer_and_its_end(tokenizer, template):
@@ -197,3 +202,8 @@ def test_an_unreadable_file_is_named(tmp_path):
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="binary.jsonl cannot be read"):
         next(read(tmp_path / "binary.jsonl"))
+
+
+def test_data_needs_no_torch():
+    code = "import sys; sys.modules['torch'] = None; import leyden.synthetic, leyden.train.data"
+    subprocess.run([sys.executable, "-c", code], check=True)

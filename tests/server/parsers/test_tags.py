@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leyden.server.parsers.tags import SPECIAL, Lexer, Tag, blank, raw
@@ -68,6 +68,7 @@ def test_an_unfinished_tag_is_held_back(text):
         assert lex(pieces) == (["a"], text)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([*SPECIAL, "<", "/", "function", "=", ">", "parameter", " ", "\n", "a", "think"])))
 def test_nothing_is_lost_and_pieces_do_not_matter(parts):
     text = "".join(parts)

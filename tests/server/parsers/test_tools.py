@@ -99,6 +99,8 @@ def test_a_forgotten_closer_before_the_next_call(answer):
         ("run", {"command": "pwd"}),
     ]
     assert answer(open_call * 3)[1] == [("run", {"command": "ls"})] * 3
+    said = open_call + "and\n" + open_call + "and\n<function=run><parameter=command>\nls"
+    assert answer(said) == ("and\n\nand", [("run", {"command": "ls"})] * 3)
     quoted = open_call + call("unknown", ("x", "y"))
     assert len(answer(quoted)[1]) == 1  # a function that is not there: the text of a value
 

@@ -1,0 +1,7 @@
+"""`python -m leyden` is `leyden`."""
+
+import sys
+
+from leyden.cli import main
+
+sys.exit(main())

@@ -1,0 +1,102 @@
+"""What the HTTP server is told about itself. Frozen; each field is the `leyden serve` flag of the same name."""
+
+import ipaddress
+from dataclasses import dataclass, field
+from typing import Any
+
+from leyden.errors import ConfigError
+
+FINGERPRINT_MODES = ("full", "hash", "custom", "none")
+REASONING_FIELDS = ("both", "reasoning", "reasoning_content")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Defaults are those of `vllm serve`, except where they were unsafe: the server listens on this machine only and
+    lets no foreign web page in unless told otherwise."""
+
+    # where it listens
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None  # a unix socket instead of host and port
+    root_path: str = ""  # path prefix that a reverse proxy takes away
+    allowed_hosts: tuple[str, ...] = ()  # Host headers to accept; empty: this machine's names, if it listens there only
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    ssl_ciphers: str | None = None
+
+    # who may use it
+    api_key: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()  # CORS
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    max_body_bytes: int = 64 << 20
+
+    # what it serves
+    served_model_name: tuple[str, ...] = ()  # the first one is the name in answers; empty: the model as it was given
+    chat_template: str | None = None  # file or text instead of the checkpoint's
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    exclude_tools_when_tool_choice_none: bool = False
+    reasoning_parser: str | None = "nemotron_v3"  # None: thinking is content
+    tool_call_parser: str = "qwen3_coder"
+
+    # how it answers
+    response_role: str = "assistant"
+    reasoning_field: str = "both"  # reasoning, reasoning_content, both
+    return_tokens_as_token_ids: bool = False
+    enable_force_include_usage: bool = False
+    enable_server_load_tracking: bool = False
+    fingerprint_mode: str = "full"
+    fingerprint_value: str | None = None
+    stream_interval: int = 1  # tokens of one stream chunk; the first and the last chunk never wait
+    ping_interval: float = 15.0  # seconds of silence until a comment line keeps a stream open; 0: never
+    shutdown_timeout: int = 0  # seconds that running requests get at the end
+
+    # what it logs
+    enable_log_requests: bool = False
+    enable_log_outputs: bool = False
+    max_log_len: int | None = None  # characters of a prompt or an answer
+    log_error_stack: bool = False
+    uvicorn_log_level: str = "info"
+    disable_uvicorn_access_log: bool = False
+    disable_access_log_for_endpoints: tuple[str, ...] = ()
+    disable_fastapi_docs: bool = False
+
+    def __post_init__(self) -> None:
+        for name, accepted in (("fingerprint_mode", FINGERPRINT_MODES), ("reasoning_field", REASONING_FIELDS)):
+            if getattr(self, name) not in accepted:
+                raise ConfigError(f"--{_flag(name)} must be one of {', '.join(accepted)}, got {getattr(self, name)!r}")
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("stream_interval", 1, None),
+            ("shutdown_timeout", 0, None),
+            ("ping_interval", 0, None),
+            ("max_body_bytes", 1, None),
+        ):
+            value = getattr(self, name)
+            if value < low or (high is not None and value > high):
+                wanted = f"at least {low}" if high is None else f"between {low} and {high}"
+                raise ConfigError(f"--{_flag(name)} must be {wanted}, got {value}")
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ConfigError("--ssl-keyfile and --ssl-certfile go together: give both or none")
+        if self.fingerprint_mode == "custom" and not self.fingerprint_value:
+            raise ConfigError("--fingerprint-mode custom needs --fingerprint-value")
+        if any(not key for key in self.api_key):
+            raise ConfigError("--api-key must not be empty")
+
+    @property
+    def local(self) -> bool:
+        """Whether only programs on this machine can reach the server."""
+        if self.uds or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,277 @@
+"""What every generating endpoint shares: from a request's body to the engine, and from its deltas to text.
+
+`Service` holds the parts of a running server and its rules for limits, defaults, names and ids; a `Choice` is one
+answer while it is generated.
+"""
+
+import itertools
+import re
+import time
+import uuid
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+
+from leyden import __version__, log
+from leyden.config.server import ServerConfig
+from leyden.errors import RequestError
+from leyden.server.client import EngineClient, Stream
+from leyden.server.protocol import ChatRequest, CompletionRequest, StreamOptions, Usage
+from leyden.text.stream import TextStream
+from leyden.text.template import ChatTemplate
+from leyden.text.tokenizer import Tokenizer
+from leyden.types import Delta, Request, SamplingParams, TokenLogprobs
+
+logger = log.get(__name__)
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+LOWEST_TEMPERATURE = 0.01  # what is asked for between 0 and this is raised to it, as vLLM does
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SENT = (
+    *_DEFAULTED,
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "allowed_token_ids",
+)
+
+Body = ChatRequest | CompletionRequest
+
+
+@dataclass(slots=True)
+class Step:
+    """What one delta brought to a choice. `logprobs` has an entry per token id, if they were asked for."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+class Choice:
+    """One answer while it is generated: tokens in, text out, ended by the engine or by a stop string.
+
+    token_ids, logprobs    all so far; logprobs stays empty if they were not asked for
+    """
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, keep: Collection[int] = ()):
+        """`keep`: special tokens whose text is needed (by a parser) although special tokens are skipped."""
+        self.index = index
+        self.request = request
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._text = TextStream(tokenizer, request.params, request.prompt, keep)
+
+    @property
+    def special_at(self) -> Container[int]:
+        """Offsets in the text at which tokens of `keep` stand."""
+        return self._text.special_at
+
+    def advance(self, delta: Delta) -> Step:
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        ids = delta.token_ids
+        # The token that ends an answer is no text, unless it was the client's and the client wants to see it.
+        hidden = delta.finish_reason == "stop" and not (
+            self.request.params.include_stop_str_in_output and delta.stop_reason is not None
+        )
+        before = self._text.tokens
+        text = self._text.push(ids[:-1] if hidden else ids)
+        taken = self._text.tokens - before
+        if self._text.stop is not None:
+            self.finish_reason, self.stop_reason = "stop", self._text.stop
+        elif delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            text += self._text.finish()
+            taken = len(ids)
+        step = Step(text, ids[:taken], (delta.logprobs or [])[:taken])
+        self.token_ids += step.token_ids
+        self.logprobs += step.logprobs
+        return step
+
+
+@dataclass
+class Service:
+    """The parts of a running server.
+
+    defaults    sampling values of the checkpoint's generation_config.json, by the names of SamplingParams; max_tokens
+                caps what a request may ask for, stop_token_ids are added to the request's
+    names       what clients may call the model; the first one is written into answers
+    root        where the model came from, for its card
+    """
+
+    config: ServerConfig
+    client: EngineClient
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    defaults: Mapping[str, Any]
+    names: tuple[str, ...]
+    root: str
+    fingerprint: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    _count: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self.client.facts["max_model_len"])
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """system_fingerprint, if there is one, for the last chunk of a stream."""
+        return {} if self.fingerprint is None else {"system_fingerprint": self.fingerprint}
+
+    def check_model(self, name: str | None) -> str:
+        if name and name not in self.names:
+            there = ", ".join(self.names)
+            raise RequestError(f"the model {name!r} does not exist; this server has {there}", "model", 404)
+        return name or self.names[0]
+
+    def response_id(self, prefix: str, body: Body, http: HttpRequest) -> str:
+        """The id in the body if it is a sane one, else that of the X-Request-Id header, which always has one."""
+        given = body.request_id or ""
+        return f"{prefix}-{given if REQUEST_ID.fullmatch(given) else http.state.request_id}"
+
+    def truncate(self, prompt: list[int], body: Body) -> list[int]:
+        """truncate_prompt_tokens: keep the end of the prompt, or its beginning if the side to cut is the right one."""
+        if (keep := body.truncate_prompt_tokens) is None:
+            return prompt
+        if keep == -1:
+            keep = max(self.max_model_len - max(body.limit[1] or 1, 1), 1)
+        return prompt[-keep:] if body.truncation_side == "left" else prompt[:keep]
+
+    def params(self, body: Body, prompt: Sequence[int], prompt_field: str) -> SamplingParams:
+        """How to generate, with the model's defaults and what the context has room for.
+
+        Raises RequestError that names the field at fault: `prompt_field` if the prompt alone is too long.
+        """
+        values: dict[str, Any] = {name: self.defaults.get(name) for name in _DEFAULTED}
+        values |= {name: value for name in _SENT if (value := getattr(body, name)) is not None}
+        if 0 < (values["temperature"] or 0) < LOWEST_TEMPERATURE:
+            values["temperature"] = LOWEST_TEMPERATURE
+        limit_field, limit = body.limit
+        if limit is not None and limit < 1:
+            raise RequestError(f"{limit_field} must be at least 1, got {limit}", limit_field)
+        self.check_vocabulary("allowed_token_ids", body.allowed_token_ids)
+        self.check_vocabulary("logit_bias", body.logit_bias)
+        self.check_vocabulary("stop_token_ids", body.stop_token_ids)
+        stops = dict.fromkeys(body.stop_token_ids or ())
+        if not body.ignore_eos:
+            stops |= dict.fromkeys(self.defaults.get("stop_token_ids", ()))
+        params = SamplingParams(
+            **{name: value for name, value in values.items() if value is not None},
+            logit_bias={id: min(max(bias, -100.0), 100.0) for id, bias in (body.logit_bias or {}).items()},
+            seed=None if body.seed == -1 else body.seed,
+            n=body.n,
+            max_tokens=limit,
+            stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
+            stop_token_ids=list(stops),
+            logprobs=self._check_top("top_logprobs" if isinstance(body, ChatRequest) else "logprobs", body.top),
+            prompt_logprobs=self._check_top("prompt_logprobs", body.prompt_logprobs),
+        )
+        params.max_tokens = self._room(body, len(prompt), prompt_field)
+        params.min_tokens = min(params.min_tokens, params.max_tokens)
+        return params
+
+    def requests(self, response_id: str, body: Body, prompt: list[int], params: SamplingParams) -> list[Request]:
+        """One engine request per choice. Their ids are unique although clients choose (and repeat) response ids."""
+        number = next(self._count)
+        seeds = [None if params.seed is None else params.seed + index for index in range(params.n)]
+        marks = self.template.marks(prompt)
+        if self.config.enable_log_requests:
+            logger.info("%s: %d prompt tokens, %s", response_id, len(prompt), params)
+            logger.debug("%s: prompt %r", response_id, self.tokenizer.decode(prompt)[: self.config.max_log_len])
+        return [
+            Request(
+                id=f"{response_id}-{number:x}-{index}",
+                prompt=prompt,
+                params=replace(params, seed=seed, n=1),
+                priority=body.priority,
+                arrival=time.monotonic(),
+                cache_salt=body.cache_salt or "",
+                marks=marks,
+            )
+            for index, seed in enumerate(seeds)
+        ]
+
+    async def generate(self, body: Body, requests: Sequence[Request]) -> Stream:
+        """Submit; RequestError or EngineDead if they are not taken."""
+        # Nobody looks at an answer that is sent whole before its end, unless a stop string may end it early.
+        whole = not body.stream and not requests[0].params.stop
+        interval = self.max_model_len if whole else body.stream_interval or self.config.stream_interval
+        return await self.client.generate(*requests, interval=interval)
+
+    def advance(self, stream: Stream, choices: Mapping[str, Choice], delta: Delta) -> tuple[Choice, Step]:
+        """Give a delta to the choice it is of (`choices` by request id); a choice that is over leaves the engine."""
+        choice = choices[delta.request_id]
+        step = choice.advance(delta)
+        if choice.finish_reason is not None:
+            if delta.finish_reason is None:
+                stream.drop(delta.request_id)
+            if self.config.enable_log_requests and self.config.enable_log_outputs:
+                text = self.tokenizer.decode(choice.token_ids)[: self.config.max_log_len]
+                logger.info("%s: answer %r", delta.request_id, text)
+        return choice, step
+
+    def usage_options(self, body: Body) -> tuple[bool, bool]:
+        """Whether a stream ends with its usage, and whether every chunk carries the usage so far."""
+        force, options = self.config.enable_force_include_usage, body.stream_options or StreamOptions()
+        include = force or options.include_usage
+        return include, force or (include and options.continuous_usage_stats)
+
+    def headers(self, body: Body) -> dict[str, str]:
+        """Of the answer: fields that had no effect are named, so that nobody builds on them unknowingly."""
+        return {"Warning": f'299 leyden "without effect: {", ".join(body.ignored)}"'} if body.ignored else {}
+
+    def _room(self, body: Body, prompt: int, prompt_field: str) -> int:
+        """The most tokens to generate. Agents know an overflow by the words "maximum context length"."""
+        room = self.max_model_len - prompt
+        limit_field, limit = body.limit
+        if room < 1 or (limit is not None and limit > room):
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens, but this request needs "
+                f"{prompt} in the prompt and {limit or 'at least 1'} of output. "
+                "Please reduce the length of the prompt or the number of tokens to generate.",
+                prompt_field if room < 1 else limit_field,
+            )
+        return min(room, limit or body.default_limit or room, self.defaults.get("max_tokens") or room)
+
+    def _check_top(self, name: str, top: int | None) -> int | None:
+        most = int(self.client.facts["max_logprobs"])
+        if top is not None and most != -1 and (top > most or top < 0):
+            raise RequestError(f"{name} must be between 0 and {most} (--max-logprobs), got {top}", name)
+        return top
+
+    def check_vocabulary(self, name: str, ids: Collection[int] | None) -> None:
+        size = int(self.client.facts["vocab_size"])
+        if ids and (wrong := next((id for id in ids if not 0 <= id < size), None)) is not None:
+            raise RequestError(f"{name}: token ids must be in [0, {size}), got {wrong}", name)
+
+
+def fingerprint(config: ServerConfig, facts: Mapping[str, Any]) -> str | None:
+    """system_fingerprint: two servers with equal ones answer a seeded request alike, as far as this one can know."""
+    if config.fingerprint_mode == "custom":
+        return config.fingerprint_value
+    if config.fingerprint_mode == "none":
+        return None
+    full = "-".join(["leyden", __version__, *(f"{facts[name]}" for name in ("device", "dtype") if name in facts)])
+    return full if config.fingerprint_mode == "full" else f"fp_{uuid.uuid5(uuid.NAMESPACE_URL, full).hex[:10]}"
+
+
+def usage(choices: Sequence[Choice], details: bool = True) -> Usage:
+    """Tokens of an answer: each prompt once, however many choices it has."""
+    prompts = {id(choice.request.prompt): choice for choice in reversed(choices)}.values()
+    prompt = sum(len(choice.request.prompt) for choice in prompts)
+    completion = sum(len(choice.token_ids) for choice in choices)
+    counted: Usage = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+    if details:
+        counted["prompt_tokens_details"] = {"cached_tokens": sum(choice.cached_tokens for choice in prompts)}
+    return counted
