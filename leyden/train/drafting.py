@@ -1,4 +1,4 @@
-"""A drafter's blocks over what the target knows, and the loss of their drafts.
+"""A drafter's blocks over what the target knows, the loss of their drafts, and how many of them are right.
 
 Sources: DFlash (arXiv 2602.06036), equation 4; the DSpark paper, equations 9 to 12, and DeepSpec, its code.
 """
@@ -6,6 +6,7 @@ Sources: DFlash (arXiv 2602.06036), equation 4; the DSpark paper, equations 9 to
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +16,8 @@ from leyden import ops
 from leyden.model.context import Context
 from leyden.model.drafters import DraftAttention, DrafterNetwork
 from leyden.model.nemotron import Nemotron
-from leyden.train.batches import Batch
+from leyden.train.acceptance import Acceptance, Answer, count
+from leyden.train.batches import Batch, Corpus
 from leyden.train.blocks import Blocks
 
 _LOGITS = 2**28  # most logits that are kept for the backward pass; more are computed again, part by part
@@ -31,9 +33,6 @@ class Objective:
     decay: float = 4.0
 
 
-OBJECTIVES = {"dflash": Objective(1.0, 0.0, 0.0), "dspark": Objective(0.1, 0.9, 1.0)}
-
-
 @dataclass(frozen=True)
 class View:
     """One batch as the target sees it: tokens int64 [T], hidden [T, H] after norm_f, taps: residual streams [T, H]."""
@@ -46,7 +45,7 @@ class View:
 
 @torch.no_grad()
 def view(target: Nemotron, taps: Sequence[int], batch: Batch) -> View:
-    device = target.lm_head.weight.device
+    device = next(target.parameters()).device
     tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
     return View(batch.lens, tokens, *target(tokens, Context.packed(list(batch.lens), device), taps))
 
@@ -63,7 +62,8 @@ def draft_hidden(network: DrafterNetwork, seen: View, blocks: Blocks, drafts: in
 
     def attend(layer: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         options = anchors, layer.causal, layer.window, layer.attention_sink_bias
-        return ops.block_attention_packed(q, k, v, *context[layer.index], *options)
+        out: Tensor = ops.block_attention_packed(q, k, v, *context[layer.index], *options)
+        return out
 
     tokens = network.block(seen.tokens[torch.from_numpy(blocks.tokens).to(device)], drafts)
     positions = anchors[..., None] + torch.arange(tokens.shape[-1], device=device)
@@ -92,15 +92,16 @@ def score(
     parts = max(1, -(-len(places) * target.config.vocab_size // _LOGITS))
     loss, matches = torch.zeros((), device=device), []
     for part in zip(*(t.chunk(parts) for t in rows), strict=True):
-        if parts > 1:
+        if parts > 1 and torch.is_grad_enabled():
             one, match = checkpoint(_terms, network, target, objective, *part, use_reentrant=False)
         else:
             one, match = _terms(network, target, objective, *part)
         loss = loss + one
         matches.append(match)
-    counts = depths.new_zeros(drafts).index_add(0, depths - 1, torch.ones_like(depths))
-    right = torch.zeros(drafts, device=device).index_add(0, depths - 1, torch.cat(matches).float())
-    return loss, right / counts.clamp(min=1)
+    tried, right = torch.zeros(2, drafts, device=device)
+    tried.index_add_(0, depths - 1, torch.ones_like(weights))
+    right.index_add_(0, depths - 1, torch.cat(matches).float())
+    return loss, right / tried.clamp(min=1)
 
 
 def _terms(
@@ -118,3 +119,28 @@ def _terms(
         accepted = 1 - distance.detach() / 2
         loss = loss + objective.confidence * F.binary_cross_entropy_with_logits(odds, accepted, reduction="none")
     return loss @ weights, logits.argmax(-1) == wanted.argmax(-1)
+
+
+@torch.no_grad()
+def draft_acceptance(
+    network: DrafterNetwork, target: Nemotron, corpus: Corpus, drafts: int, batch_tokens: int
+) -> Acceptance:
+    """Of `drafts` drafts per step. At most `batch_tokens` tokens are looked at together."""
+
+    def accepted(batch: Batch, answers: list[Answer]) -> np.ndarray:
+        seen, blocks = view(target, network.config.target_layer_ids, batch), Blocks.all(batch)
+        places, reach = blocks.tokens.flatten(), blocks.reach.flatten()
+        anchors = seen.tokens[torch.from_numpy(places).to(seen.tokens.device)]
+        hidden = draft_hidden(network, seen, blocks, drafts)
+        part = max(1, _LOGITS // (drafts * target.config.vocab_size))
+        pieces = zip(hidden.split(part), anchors.split(part), strict=True)
+        proposed = [network.chain(target.logits(h), anchor, lambda z: z.argmax(-1))[0] for h, anchor in pieces]
+        ahead = np.arange(1, drafts + 1)
+        text = batch.tokens[np.minimum(places[:, None] + ahead, len(batch.tokens) - 1)]
+        right = (torch.cat(proposed).cpu().numpy() == text) & (ahead <= reach[:, None])
+        found = np.zeros(len(batch.tokens), dtype=np.int64)
+        found[places[reach > 0]] = np.logical_and.accumulate(right, axis=1).sum(1)[reach > 0]
+        return found
+
+    with ops.using("training"):
+        return count(corpus, drafts, batch_tokens, accepted)
