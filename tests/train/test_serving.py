@@ -33,7 +33,7 @@ def test_training_logprobs_equal_serving_logprobs() -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     prompts = [data.tokens[slice(*data.starts[i : i + 2])].tolist() for i in range(len(data))]
     requests = [Request(id=str(i), prompt=prompt, params=params) for i, prompt in enumerate(prompts)]
-    served = run(engine(net, slots=4, step_tokens=50), [(0, request) for request in requests])
+    served = run(engine(net, step_tokens=50), [(0, request) for request in requests])
     for i, logprobs in enumerate(training_logprobs(net, data)):
         found = [one.logprob for one in served[str(i)][0].prompt_logprobs[1:]]
         torch.testing.assert_close(found, logprobs, atol=1e-4, rtol=0)
