@@ -5,6 +5,7 @@ proposes the tokens after it up to the end of the answer. (DeepSpec's rule: anch
 nothing counts after the first token that is not.)
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,12 @@ class Blocks:
         reach = self.reach.flatten()
         blocks, depths = np.nonzero(np.arange(drafts) < reach[:, None])
         return blocks, depths + 1, self.tokens.flatten()[blocks] + depths + 1
+
+    def columns(self, width: int) -> Iterator["Blocks"]:
+        """The same blocks, at most `width` of each sequence at a time."""
+        for first in range(0, self.anchors.shape[1], width):
+            part = np.s_[:, first : first + width]
+            yield Blocks(self.anchors[part], self.tokens[part], self.reach[part])
 
     @classmethod
     def _lay(cls, batch: Batch, found: np.ndarray, sequence: np.ndarray, reach: np.ndarray) -> "Blocks":

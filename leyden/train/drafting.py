@@ -20,6 +20,7 @@ from leyden.train.acceptance import Acceptance, Answer, count
 from leyden.train.batches import Batch, Corpus
 from leyden.train.blocks import Blocks
 
+_PAIRS = 2**29  # query and key pairs of a drafter's attention at a time, where none are kept
 _LOGITS = 2**28  # most logits that are kept for the backward pass; more are computed again, part by part
 
 
@@ -43,10 +44,14 @@ class View:
     taps: list[Tensor]
 
 
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
 @torch.no_grad()
 def view(target: Nemotron, taps: Sequence[int], batch: Batch) -> View:
     device = next(target.parameters()).device
-    tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
+    tokens = upload(batch.tokens, device)
     return View(batch.lens, tokens, *target(tokens, Context.packed(list(batch.lens), device), taps))
 
 
@@ -58,14 +63,14 @@ def draft_hidden(network: DrafterNetwork, seen: View, blocks: Blocks, drafts: in
     device = seen.tokens.device
     padded = torch.nn.utils.rnn.pad_sequence(torch.cat(seen.taps, dim=-1).split(seen.lens), batch_first=True)
     context = network.context([padded], torch.arange(padded.shape[1], device=device))
-    anchors = torch.from_numpy(blocks.anchors).to(device)
+    anchors = upload(blocks.anchors, device)
 
     def attend(layer: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         options = anchors, layer.causal, layer.window, layer.attention_sink_bias
         out: Tensor = ops.block_attention_packed(q, k, v, *context[layer.index], *options)
         return out
 
-    tokens = network.block(seen.tokens[torch.from_numpy(blocks.tokens).to(device)], drafts)
+    tokens = network.block(seen.tokens[upload(blocks.tokens, device)], drafts)
     positions = anchors[..., None] + torch.arange(tokens.shape[-1], device=device)
     return network.predicting(network(tokens, positions, attend)).flatten(0, 1)
 
@@ -85,7 +90,7 @@ def score(
     before. A draft is right if p and q have the same first choice.
     """
     device = seen.tokens.device
-    which, depths, places = (torch.from_numpy(array).to(device) for array in blocks.answers(drafts))
+    which, depths, places = (upload(array, device) for array in blocks.answers(drafts))
     hidden = draft_hidden(network, seen, blocks, drafts)[which, depths - 1]
     weights = torch.exp((1 - depths) / objective.decay)
     rows = hidden, seen.hidden[places - 1], seen.tokens[places - 1], seen.tokens[places], weights / weights.sum()
@@ -128,19 +133,28 @@ def draft_acceptance(
     """Of `drafts` drafts per step. At most `batch_tokens` tokens are looked at together."""
 
     def accepted(batch: Batch, answers: list[Answer]) -> np.ndarray:
-        seen, blocks = view(target, network.config.target_layer_ids, batch), Blocks.all(batch)
-        places, reach = blocks.tokens.flatten(), blocks.reach.flatten()
-        anchors = seen.tokens[torch.from_numpy(places).to(seen.tokens.device)]
-        hidden = draft_hidden(network, seen, blocks, drafts)
-        part = max(1, _LOGITS // (drafts * target.config.vocab_size))
-        pieces = zip(hidden.split(part), anchors.split(part), strict=True)
-        proposed = [network.chain(target.logits(h), anchor, lambda z: z.argmax(-1))[0] for h, anchor in pieces]
-        ahead = np.arange(1, drafts + 1)
-        text = batch.tokens[np.minimum(places[:, None] + ahead, len(batch.tokens) - 1)]
-        right = (torch.cat(proposed).cpu().numpy() == text) & (ahead <= reach[:, None])
         found = np.zeros(len(batch.tokens), dtype=np.int64)
-        found[places[reach > 0]] = np.logical_and.accumulate(right, axis=1).sum(1)[reach > 0]
+        seen = view(target, network.config.target_layer_ids, batch)
+        for blocks in Blocks.all(batch).columns(_columns(network, batch, drafts)):
+            used = np.flatnonzero(blocks.reach)
+            places, reach = blocks.tokens.flatten()[used], blocks.reach.flatten()[used]
+            hidden = draft_hidden(network, seen, blocks, drafts)[upload(used, seen.tokens.device)]
+            anchors = seen.tokens[upload(places, seen.tokens.device)]
+            part = max(1, _LOGITS // (drafts * target.config.vocab_size))
+            pieces = zip(hidden.split(part), anchors.split(part), strict=True)
+            proposed = [network.chain(target.logits(h), anchor, lambda z: z.argmax(-1))[0] for h, anchor in pieces]
+            ahead = np.arange(1, drafts + 1)
+            text = batch.tokens[np.minimum(places[:, None] + ahead, len(batch.tokens) - 1)]
+            right = (torch.cat(proposed).cpu().numpy() == text) & (ahead <= reach[:, None])
+            found[places] = np.logical_and.accumulate(right, axis=1).sum(1)
         return found
 
     with ops.using("training"):
         return count(corpus, drafts, batch_tokens, accepted)
+
+
+def _columns(network: DrafterNetwork, batch: Batch, drafts: int) -> int:
+    """Blocks per sequence whose attention fits into memory together."""
+    config = network.config
+    pairs = len(batch.lens) * config.drafts_to_rows(drafts) * config.num_attention_heads * max(batch.lens)
+    return max(1, _PAIRS // pairs)

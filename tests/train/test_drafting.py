@@ -148,10 +148,11 @@ def test_parts_give_the_gradients_of_the_whole(method: str, monkeypatch: pytest.
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("batch_tokens", [20, 1000])
+@pytest.mark.parametrize(("batch_tokens", "pairs"), [(20, 2**29), (1000, 2**29), (1000, 10_000)])
 def test_counts_equal_drafting_place_by_place(
-    trained: tuple[DrafterNetwork, Nemotron, Corpus], batch_tokens: int
+    trained: tuple[DrafterNetwork, Nemotron, Corpus], batch_tokens: int, pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(drafting, "_PAIRS", pairs)  # few pairs at a time: a few blocks of each sequence
     network, target, data = trained
     steps = tokens = 0
     hits, places = np.zeros(DRAFTS), 0
