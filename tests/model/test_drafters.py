@@ -213,20 +213,6 @@ def test_blocks_of_one_sequence_do_not_see_each_other_nor_what_is_behind_them():
         close(together[0, m], alone[0, 0], atol=1e-6)
 
 
-def test_attention_with_a_sink_is_a_softmax_with_one_more_logit():
-    torch.manual_seed(1)
-    q, k, v = torch.randn(1, 1, 2, 4, 8), torch.randn(1, 1, 2, 2, 8), torch.randn(1, 1, 2, 2, 8)
-    keys, values, sinks = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8), torch.randn(4)
-    out = ops.block_attention_packed(q, k, v, keys, values, torch.tensor([[3]]), True, 4, sinks)
-    for row in range(2):
-        for head in range(4):
-            seen = list(range(row, 3))  # j > 3 + row - 4
-            all_k = torch.cat([keys[0, seen, head // 2], k[0, 0, : row + 1, head // 2]])
-            all_v = torch.cat([values[0, seen, head // 2], v[0, 0, : row + 1, head // 2]])
-            weight = (all_k @ q[0, 0, row, head] / 8**0.5).exp()
-            close(out[0, 0, row, head], weight @ all_v / (weight.sum() + sinks[head].exp()), atol=1e-6)
-
-
 def test_confidence_reads_hidden_and_previous_token():
     vector = Vector("dspark_markov")
     config = DrafterConfig.from_dict(
