@@ -85,7 +85,7 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         layers, taps = self.num_hidden_layers, self.target_layer_ids
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        for name in _SIZES:
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         groups = self.num_attention_heads % self.num_key_value_heads == 0
         _require(groups, "num_attention_heads", self.num_attention_heads, "a multiple of num_key_value_heads")
@@ -138,19 +138,12 @@ class DrafterConfig:
         _require(target == keys.get("hidden_size"), "target_hidden_size", target, f"{keys.get('hidden_size')}")
 
         method = METHODS[architectures[0]]
-        layers = _needed(keys, "num_hidden_layers")
-        causal, windows = _attention(keys, layers)
+        causal, windows = _attention(keys, _needed(keys, "num_hidden_layers"))
         return cls(
+            **{name: _needed(keys, name) for name in _SIZES},
             method=method,
-            vocab_size=_needed(keys, "vocab_size"),
-            hidden_size=_needed(keys, "hidden_size"),
-            intermediate_size=_needed(keys, "intermediate_size"),
-            num_hidden_layers=layers,
-            num_attention_heads=_needed(keys, "num_attention_heads"),
-            num_key_value_heads=_needed(keys, "num_key_value_heads"),
-            head_dim=_needed(keys, "head_dim"),
             target_layer_ids=_taps(keys),
-            mask_token_id=_needed(keys, "dflash_config.mask_token_id", "mask_token_id", *_MASK_ALIASES),
+            mask_token_id=_needed(keys, *_MASK_KEYS),
             causal=causal,
             windows=windows,
             attention_sinks=_one(keys, *_SINK_KEYS) or False,
@@ -165,59 +158,41 @@ class DrafterConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of the published drafters, which from_dict reads back as this config and vLLM reads too."""
-        sliding = [window is not None for window in self.windows]
         window = next((window for window in self.windows if window), None)
-        taps = list(self.target_layer_ids)
-        dspark = self.method == "dspark"
-        keys: dict[str, Any] = {
+        taps, dspark = list(self.target_layer_ids), self.method == "dspark"
+        nested = {
+            "attention_sink_bias": self.attention_sinks,
+            "causal": self.causal[0],
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": taps,
+            "use_swa": window is not None,
+            "sample_from_anchor": self.sample_from_anchor,
+        }
+        same = ("rms_norm_eps", "max_position_embeddings", "block_size", "sample_from_anchor", "mask_token_id")
+        keys: dict[str, Any] = {name: getattr(self, name) for name in (*_SIZES, *same)}
+        keys |= {
             "architectures": ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"],
             "model_type": "qwen3",
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
+            "dtype": "bfloat16",
             "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
             "attention_bias": False,
-            "vocab_size": self.vocab_size,
-            "draft_vocab_size": None,
-            "max_position_embeddings": self.max_position_embeddings,
             "rope_theta": self.rope.theta,
             "rope_parameters": self._rope_parameters(),
-            "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
+            "layer_types": ["sliding_attention" if w else "full_attention" for w in self.windows],
             "sliding_window": window,
-            "block_size": self.block_size,
-            "mask_token_id": self.mask_token_id,
-            "pard_token": self.mask_token_id,
             "target_layer_ids": taps,
             "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in taps],
             "num_aux_layers": len(taps),
             "attention_sink_bias": self.attention_sinks,
             "dflash_query_causal": self.causal[0],
-            "sample_from_anchor": self.sample_from_anchor,
             "has_embed_tokens": True,
             "has_lm_head": False,
-            "dtype": "bfloat16",
-            "use_cache": False,
-            "dflash_config": {
-                "attention_sink_bias": self.attention_sinks,
-                "causal": self.causal[0],
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": taps,
-                "use_swa": any(sliding),
-                "sample_from_anchor": self.sample_from_anchor,
-            },
+            "dflash_config": nested | ({"swa_window_size": window} if window else {}),
         }
-        if window:
-            keys["dflash_config"]["swa_window_size"] = window
         if dspark:
             keys |= {
                 "markov_rank": self.markov_rank,
-                "dspark_markov_rank": self.markov_rank,
                 "markov_head_type": "vanilla",
-                "dspark_fixup_head_type": "markov" if self.markov_rank else None,
                 "dspark_bonus_anchor": not self.sample_from_anchor,
                 "enable_confidence_head": self.confidence is not None,
                 "confidence_head_with_markov": self.confidence == "markov",
@@ -226,15 +201,19 @@ class DrafterConfig:
 
     def _rope_parameters(self) -> dict[str, Any]:
         rope = self.rope
-        if rope.factor == 1.0:
-            return {"rope_type": "default", "rope_theta": rope.theta}
-        keys = {"rope_type": "yarn", "rope_theta": rope.theta, "factor": rope.factor}
-        keys |= {"original_max_position_embeddings": rope.original}
-        keys |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        keys: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
+        if rope.factor != 1.0:
+            keys |= {"rope_type": "yarn", "factor": rope.factor, "original_max_position_embeddings": rope.original}
+            keys |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
         return keys if rope.attention_factor is None else keys | {"attention_factor": rope.attention_factor}
 
 
-_MASK_ALIASES = ("dspark_noise_token_id", "pard_token", "ptd_token_id")
+# fields that are whole numbers of config.json under the same name
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+_MASK_KEYS = ("dflash_config.mask_token_id", "mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 _SINK_KEYS = ("dflash_config.attention_sink_bias", "add_swa_attention_sink_bias", "attention_sink_bias")
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast"}
 _ROPE_KEYS |= {"beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "partial_rotary_factor"}

@@ -18,7 +18,8 @@ from pathlib import Path
 from leyden.train.command import main as train
 
 METHODS = ("dflash", "dspark")
-FULL = ["--steps", "1500", "--warmup", "60", "--batch-tokens", "32768", "--anchors", "32", "--lr", "2e-3"]
+FULL = ["--steps", "1500", "--warmup", "60", "--batch-tokens", "32768", "--anchors", "32"]
+FULL += ["--optimizer", "muon", "--lr", "4e-3"]
 TINY = ["--steps", "2", "--warmup", "1", "--batch-tokens", "4096", "--anchors", "4", "--taps", "2"]
 
 

@@ -41,7 +41,7 @@ def test_learns_a_few_examples_by_heart_and_leaves_the_target_alone(method: str)
         made.step()
     end = made.evaluate(data)
     assert start["tokens_per_step"] < 1.3 and end["tokens_per_step"] > 2.5
-    assert end["draft1_accuracy"] >= 0 and end["loss"] < start["loss"]
+    assert end["loss"] < start["loss"]
     assert all(torch.equal(before[name], parameter) for name, parameter in made.target.named_parameters())
     table, mask = made.network.embed_tokens.weight, made.options.mask_token_id
     changed = (table != embeddings).any(dim=1).nonzero().flatten().tolist()
