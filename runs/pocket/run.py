@@ -57,8 +57,8 @@ def full() -> Plan:
         tokenizer_examples=20_000,
         examples=200_000,
         heldout=1_000,
-        prompts=1_000,
-        answer_tokens=400,
+        prompts=500,
+        answer_tokens=300,
         seconds=300,
         flags=(
             *("--optimizer", "muon", "--lr", "4e-3", "--warmup", "100", "--batch-tokens", "32768"),
@@ -138,7 +138,8 @@ def make_start(plan: Plan, start: Path) -> None:
     """A tokenizer trained on what the model will read, and the files that make the folder a checkpoint's."""
     own_tokenizer.write(start, own_tokenizer.SMALLEST)
     template = ChatTemplate.from_folder(start, Tokenizer.from_folder(start))
-    own_tokenizer.write(start, plan.config["vocab_size"], texts(generate(SEED, plan.tokenizer_examples), template))
+    corpus = texts(generate(SEED, plan.tokenizer_examples), template)
+    own_tokenizer.write(start, plan.config["vocab_size"], corpus, digits=1)  # it calculates digit by digit
     generation = {"bos_token_id": 1, "eos_token_id": [2, 11], "pad_token_id": 0, "do_sample": False}
     (start / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     (start / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n")
