@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 
 from leyden.config.drafter import DrafterConfig
 from leyden.errors import CheckpointError
-from leyden.formats import Weight
 from leyden.log import get
 from leyden.model.checkpoint import Stored, some, stored_tensors, write_json
 from leyden.model.drafters import DrafterNetwork
+from leyden.model.nemotron import Nemotron
 
 log = get(__name__)
 
@@ -30,23 +30,26 @@ _FLAT = {  # prefix in a file -> prefix here
 }
 
 
-def load(folder: Path, embeddings: Weight, dtype: torch.dtype, device: torch.device | str = "cpu") -> DrafterNetwork:
-    """The drafter of `folder`, computing in `dtype`; it uses `embeddings`, the target's, if it has no table of its own.
+def load(folder: Path, target: Nemotron) -> DrafterNetwork:
+    """The drafter of `folder` for `target`, in the target's dtype and on its device.
 
-    Raises ConfigError for a config that cannot be drafted from, and CheckpointError for files that do not hold what it
-    says or that belong to a target of another size.
+    It uses the target's embeddings if its files hold none. Raises ConfigError for a config that cannot be drafted from,
+    and CheckpointError for files that do not hold what it says or that belong to another target.
     """
-    config = DrafterConfig.from_folder(folder)
-    if (config.vocab_size, config.hidden_size) != embeddings.shape:
+    config, embeddings = DrafterConfig.from_folder(folder), target.backbone.embeddings
+    needs = {"vocabulary": config.vocab_size, "hidden size": config.hidden_size}
+    has = {"vocabulary": target.config.vocab_size, "hidden size": target.config.hidden_size}
+    layers = len(target.config.pattern)
+    if needs != has or config.target_layer_ids[-1] >= layers:
         raise CheckpointError(
-            f"{folder}: this drafter is for a target of vocabulary {config.vocab_size} and hidden size"
-            f" {config.hidden_size}; the target has {embeddings.shape[0]} and {embeddings.shape[1]}"
+            f"{folder} is a drafter for another target: it needs {needs} and the layers {config.target_layer_ids};"
+            f" the target has {has} and {layers} layers, the first of them 0"
         )
     files = _named(folder)
     config = replace(config, confidence=None)
     if head := files.get("confidence_head.proj.weight"):
         config = replace(config, confidence="hidden" if head.shape[-1] == config.hidden_size else "markov")
-    network = DrafterNetwork(config, dtype, device)
+    network = DrafterNetwork(config, embeddings.dtype, next(target.parameters()).device)
     shared = "embed_tokens.weight" not in files
     if shared:
         del network.embed_tokens

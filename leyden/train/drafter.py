@@ -218,7 +218,7 @@ def judge(folder: Path, target: Nemotron, corpus: Corpus, batch_tokens: int) -> 
 
     Each number is measured by itself: in a block that is not causal, what is drafted depends on how long the block is.
     """
-    network = load(folder, target.backbone.embeddings, target.lm_head.dtype, next(target.parameters()).device)
+    network = load(folder, target)
     most = network.config.width
     assert most is not None
     wanted = [*range(1, most, 2), most]

@@ -1,6 +1,7 @@
 """Drafter networks on disk: round trip, the names of other exporters, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,16 @@ from safetensors.torch import load_file, save_file
 from leyden.config.drafter import DrafterConfig
 from leyden.config.model import ModelConfig
 from leyden.errors import CheckpointError
-from leyden.formats import Weight
 from leyden.model.draft_checkpoint import load, save
 from leyden.model.drafters import DrafterNetwork
+from leyden.model.nemotron import Nemotron
 from leyden.testing.drafters import tiny
 
 TARGET = ModelConfig(vocab_size=96, hidden_size=32, pattern="M*E-", intermediate_sizes=(32,))
-EMBEDDINGS = Weight(96, 32, dtype=torch.float32)
+
+
+def target(dtype: torch.dtype = torch.bfloat16, config: ModelConfig = TARGET) -> Nemotron:
+    return Nemotron(config, dtype)
 
 
 def edit(folder: Path, change) -> None:
@@ -25,13 +29,13 @@ def edit(folder: Path, change) -> None:
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(load(folder, EMBEDDINGS, torch.bfloat16).named_parameters())
+    return dict(load(folder, target()).named_parameters())
 
 
 @pytest.mark.parametrize(("method", "head"), [("dflash", False), ("dspark", False), ("dspark", True)])
 def test_round_trip(method: str, head: bool, tmp_path: Path):
     config = tiny(tmp_path / "a", TARGET, method, enable_confidence_head=head)
-    network = load(tmp_path / "a", EMBEDDINGS, torch.bfloat16)
+    network = load(tmp_path / "a", target())
     assert network.config == config == DrafterConfig.from_folder(tmp_path / "a")
     save(network, tmp_path / "b")
     for name in ("config.json", "model.safetensors"):
@@ -77,15 +81,20 @@ def test_confidence_head_is_known_by_its_tensors(width: int, reads: str, tmp_pat
     tiny(tmp_path, TARGET, "dspark")
     head = {"confidence_head.proj.weight": torch.ones(1, width), "confidence_head.proj.bias": torch.zeros(1)}
     edit(tmp_path, lambda t: t | head)
-    assert load(tmp_path, EMBEDDINGS, torch.float32).config.confidence == reads
+    assert load(tmp_path, target()).config.confidence == reads
 
 
 def test_own_embedding_is_kept_and_a_missing_one_is_the_targets(tmp_path: Path):
     tiny(tmp_path, TARGET)
-    network = load(tmp_path, EMBEDDINGS, torch.float32)
-    assert network.embed_tokens is not EMBEDDINGS
+    model = target()
+    assert load(tmp_path, model).embed_tokens is not model.backbone.embeddings
     edit(tmp_path, lambda t: {name: tensor for name, tensor in t.items() if name != "embed_tokens.weight"})
-    assert load(tmp_path, EMBEDDINGS, torch.float32).embed_tokens is EMBEDDINGS
+    assert load(tmp_path, model).embed_tokens is model.backbone.embeddings
+
+
+def test_it_computes_in_the_targets_dtype(tmp_path: Path):
+    tiny(tmp_path, TARGET)
+    assert {p.dtype for p in load(tmp_path, target(torch.float32)).parameters()} == {torch.float32}
 
 
 def test_misfits_are_named(tmp_path: Path):
@@ -113,10 +122,13 @@ def test_sinks_in_the_file_need_the_flag_in_the_config(tmp_path: Path):
         read(tmp_path)
 
 
-def test_another_target_is_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    "change", [{"vocab_size": 97}, {"hidden_size": 64}, {"pattern": "M*E", "intermediate_sizes": ()}]
+)
+def test_another_target_is_refused(change: dict, tmp_path: Path):
     tiny(tmp_path, TARGET)
-    with pytest.raises(CheckpointError, match="vocabulary 96 and hidden size 32; the target has 96 and 64"):
-        load(tmp_path, Weight(96, 64, dtype=torch.float32), torch.float32)
+    with pytest.raises(CheckpointError, match="a drafter for another target: it needs .* the layers \\(1, 3\\)"):
+        load(tmp_path, target(config=replace(TARGET, **change)))
 
 
 def test_a_file_of_zeros_is_refused(tmp_path: Path):

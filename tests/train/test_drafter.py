@@ -8,8 +8,8 @@ import torch
 
 from leyden.config.model import ModelConfig
 from leyden.errors import ConfigError
-from leyden.formats import Weight
 from leyden.model.draft_checkpoint import load
+from leyden.model.nemotron import Nemotron
 from leyden.synthetic import generate
 from leyden.testing.checkpoints import tiny
 from leyden.text.tokenizer import Tokenizer
@@ -123,7 +123,7 @@ def test_command_writes_a_drafter_and_its_acceptance(
     assert records[-1]["heldout"].keys() >= {"loss", "tokens_per_step", "draft1_accuracy"}
     assert (tmp_path / "curves.png").stat().st_size > 0
 
-    network = load(tmp_path / "model", Weight(512, 64, dtype=torch.float32), torch.float32)
+    network = load(tmp_path / "model", Nemotron(ModelConfig.from_folder(target), torch.float32))
     assert network.config.method == method and network.config.width == 7
     assert network.config.mask_token_id == Tokenizer.from_folder(target).id_of("<SPECIAL_31>")
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
