@@ -62,6 +62,8 @@ def build(
             names = ", ".join(sorted(filter(None, accepted)))
             raise ConfigError(f"--{name.replace('_', '-')} must be one of {names}, got {getattr(config, name)!r}")
     served = config.served_model_name or (model,)
+    if served[0] == "*":
+        served = (model, *served)
     metrics = Metrics(served[0], int(client.facts["max_model_len"]))
     numbers = EngineNumbers(client, metrics)
     service = Service(

@@ -288,6 +288,8 @@ def test_a_name_for_every_model(start: Any):
     with start({"hi": "</think>Hello"}, served_model_name=("mine", "*")) as server:
         assert ask(server, model="claude-any").json()["model"] == "claude-any"
         assert [card["id"] for card in server.http.get("/v1/models").json()["data"]] == ["mine"]
+    with start({"hi": "</think>Hello"}, served_model_name=("*",)) as server:
+        assert server.http.post("/v1/completions", json={"prompt": "a"}).json()["model"] == "tiny"
 
 
 def test_anthropic_package(server: Server):
@@ -311,3 +313,20 @@ def test_anthropic_package(server: Server):
             client.messages.create(model="other", max_tokens=5, messages=[{"role": "user", "content": "hi"}])
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
             client.messages.create(model="tiny", max_tokens=5, messages=[{"role": "user", "content": "7!" * 3000}])
+
+
+def test_template_variables_of_the_server_hold_on_every_route(start: Any, tokenizer: Tokenizer):
+    messages = [{"role": "user", "content": "hi"}]
+    with start({"hi": "Hello"}, default_chat_template_kwargs={"enable_thinking": False}) as server:
+        bodies = {
+            "/v1/chat/completions": {"messages": messages},
+            "/v1/messages": {"model": "tiny", "max_tokens": 20, "messages": messages},
+            "/v1/responses": {"input": "hi"},
+        }
+        for path, body in bodies.items():
+            for more, end in (
+                ({}, "<think></think>"),
+                ({"chat_template_kwargs": {"enable_thinking": True}}, "<think>\n"),
+            ):
+                assert server.http.post(path, json={**body, **more}).status_code == 200
+                assert tokenizer.decode(server.engine.received[-1].prompt).endswith(end)

@@ -1,6 +1,8 @@
 """/metrics against the recorded list of vLLM's names, labels and buckets; the numbers themselves; the log's report."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -137,7 +139,8 @@ def test_running_and_aborted_requests(start: Any):
             httpx.Client(base_url=server.url) as other,
             other.stream("POST", "/v1/chat/completions", json=body) as response,
         ):
-            next(response.iter_lines())
+            lines = response.iter_lines()  # forgetting it would close the stream
+            next(lines)
             assert value(server, "vllm:num_requests_running") == 1
         eventually(lambda: value(server, "vllm:num_requests_running") == 0)
         eventually(lambda: value(server, "vllm:request_success_total", finished_reason="abort") == 1)
@@ -198,3 +201,16 @@ def test_report_speaks_only_when_something_happens():
 def test_limits_of_the_configuration(wrong: dict[str, Any]):
     with pytest.raises(Exception, match="at least 0"):
         ServerConfig(**wrong)
+
+
+def test_the_dashboard_asks_for_what_there_is(server: Server):
+    board = json.loads((Path(__file__).parent.parent.parent / "docs" / "grafana.json").read_text())
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"(?:vllm|leyden):\w+|http_\w+", target["expr"])
+    }
+    text = server.http.get("/metrics").text
+    known = set(re.findall(r"^(?:# TYPE )?([a-z][\w:]+)[{ ]", text, re.MULTILINE))
+    assert len(board["panels"]) == 15 and asked - known == set()
