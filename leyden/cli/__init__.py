@@ -18,7 +18,9 @@ COMMANDS = {
     "chat": ("leyden.cli.chat", "talk to a running server"),
     "plan": ("leyden.cli.plan", "say what a model needs and what a GPU would hold, without the GPU"),
     "complete": ("leyden.cli.complete", "let a running server continue texts"),
+    "quantize": ("leyden.quantize.command", "store a model in fewer bits"),
     "train": ("leyden.train.command", "train a model on conversations"),
+    "bench": ("leyden.cli.bench", "measure: leyden bench api"),
 }
 
 
