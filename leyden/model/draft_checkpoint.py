@@ -2,7 +2,8 @@
 
 Names may have the prefix `model.`; the parts of the Markov head may stand without `markov_head.` before them, and the
 confidence head may be called `confidence_proj`. The files, not config.json, tell whether there is a confidence head and
-an embedding table of the drafter's own, and in which format each matrix is. Names and shapes are strict otherwise.
+an embedding table of the drafter's own. Names and shapes are strict otherwise; matrices stay in the format in which the
+files hold them (the releases: NVFP4 for the large ones).
 """
 
 from collections import defaultdict
@@ -12,14 +13,17 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from leyden.config.drafter import DrafterConfig
 from leyden.errors import CheckpointError
+from leyden.formats import Dense
+from leyden.formats.scheme import describe
 from leyden.log import get
-from leyden.model.checkpoint import adopt, some, write_json
+from leyden.model.checkpoint import adopt, fill, matrices, misfits, some, write_json
 from leyden.model.drafters import DrafterNetwork
 from leyden.model.nemotron import Nemotron
-from leyden.model.stored import Stored, read, stored_tensors
+from leyden.model.stored import Stored, named
 
 log = get(__name__)
 
@@ -54,9 +58,9 @@ def load(folder: Path, target: Nemotron) -> DrafterNetwork:
     if shared:
         del network.embed_tokens
     adopt(network, files)
-    _check(folder, network, files)
-    for name, parameter in network.named_parameters():
-        parameter.detach().copy_(read(files[name]))
+    parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    _check(folder, parameters, files)
+    fill(parameters, {name: files[name] for name in parameters}, progress=False)
     if shared:
         network.embed_tokens = embeddings
     # The one kind of damage that verification hides: drafts would be noise, and answers right but slow.
@@ -66,19 +70,25 @@ def load(folder: Path, target: Nemotron) -> DrafterNetwork:
 
 
 def save(network: DrafterNetwork, folder: Path) -> None:
-    """Write config.json and model.safetensors as the releases have them: BF16, the Markov head under its own name."""
+    """Write config.json and model.safetensors as the releases have them: names, BF16 for what is not quantised."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in network.named_parameters()}
+    formats = {name: weight.format for name, weight in matrices(network)}
+    tensors = {}
+    for name, parameter in network.named_parameters():
+        plain = formats.get(name.rpartition(".")[0], Dense()) == Dense()
+        tensors[name] = parameter.detach().to("cpu", torch.bfloat16 if plain else None).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    write_json(folder / "config.json", network.config.to_dict())
+    quantization = describe(formats)
+    config = network.config.to_dict() | ({"quantization_config": quantization} if quantization else {})
+    write_json(folder / "config.json", config)
 
 
 def _named(folder: Path) -> dict[str, Stored]:
     """The tensors of the files, by the names they have here."""
     found: dict[str, Stored] = {}
     flat = set()
-    for stored in stored_tensors(folder):
-        name = stored.name.removeprefix("model.")
+    for name, stored in named(folder):
+        name = name.removeprefix("backbone.")  # what named() makes of `model.`
         prefix = next((prefix for prefix in _FLAT if name.startswith(prefix)), "")
         name = _FLAT.get(prefix, "") + name.removeprefix(prefix)
         if name in found:
@@ -90,15 +100,13 @@ def _named(folder: Path) -> dict[str, Stored]:
     return found
 
 
-def _check(folder: Path, network: DrafterNetwork, files: Mapping[str, Stored]) -> None:
+def _check(folder: Path, parameters: Mapping[str, Tensor], files: Mapping[str, Stored]) -> None:
     problems: dict[str, list[str]] = defaultdict(list)
-    shapes = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
-    problems["missing"] = [name for name in shapes if name not in files]
-    problems["unexpected"] = [stored.name for name, stored in files.items() if name not in shapes]
-    for name, shape in shapes.items():
-        if name in files and files[name].shape != shape:
-            found = f"{files[name].name} {list(files[name].shape)}"
-            problems["wrong shape"].append(f"{found}, expected {list(shape)}")
+    problems["missing"] = [name for name in parameters if name not in files]
+    problems["unexpected"] = [stored.name for name, stored in files.items() if name not in parameters]
+    for name in parameters.keys() & files.keys():
+        for kind, problem in misfits(name, files[name], parameters[name]):
+            problems[kind].append(problem)
     if any(problems.values()):
         lines = [f"  {kind} ({len(names)}): {some(names)}" for kind, names in problems.items() if names]
         raise CheckpointError("\n".join([f"{folder}: the weights do not fit config.json", *lines]))

@@ -7,21 +7,28 @@ nothing counts after the first token that is not.)
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from leyden.train.batches import Batch
 
+ROW = 16  # blocks of one sequence that are computed over the same piece of context
+
 
 @dataclass(frozen=True)
 class Blocks:
-    """At most M blocks for each of the S sequences of a batch; all int64 [S, M].
+    """Blocks in rows of up to ROW from one sequence of a batch, rows that end early in their sequence first.
 
-    anchors    position of each anchor in its sequence
-    tokens     place of each anchor in the batch
-    reach      tokens of the answer after the anchor; 0 where a sequence has fewer than M blocks
+    There is at least one row, even if a batch has no anchor.
+
+    sequences  int64 [R]: the sequence of each row
+    anchors    int64 [R, ROW]: position of each anchor in its sequence
+    tokens     int64 [R, ROW]: place of each anchor in the batch
+    reach      int64 [R, ROW]: tokens of the answer after the anchor; 0 where a row has fewer blocks
     """
 
+    sequences: np.ndarray
     anchors: np.ndarray
     tokens: np.ndarray
     reach: np.ndarray
@@ -42,26 +49,36 @@ class Blocks:
     def answers(self, drafts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What the blocks should draft: (block, depth, place), int64 [n] each.
 
-        block: s * M + m; depth: 1 for the first of its `drafts` drafts; place: of the right token in the batch.
+        block: row * ROW + column; depth: 1 for its first draft; place: of the right token in the batch.
         """
         reach = self.reach.flatten()
         blocks, depths = np.nonzero(np.arange(drafts) < reach[:, None])
         return blocks, depths + 1, self.tokens.flatten()[blocks] + depths + 1
 
-    def columns(self, width: int) -> Iterator["Blocks"]:
-        """The same blocks, at most `width` of each sequence at a time."""
-        for first in range(0, self.anchors.shape[1], width):
-            part = np.s_[:, first : first + width]
-            yield Blocks(self.anchors[part], self.tokens[part], self.reach[part])
+    def spans(self) -> list[tuple[slice, int]]:
+        """(rows, context that these rows need at most), in order; less than half of each context is not needed."""
+        needed = self.anchors.max(1)
+        borders = np.flatnonzero(np.diff(_bits(needed))) + 1
+        edges = [0, *borders.tolist(), len(needed)]
+        return [(slice(a, b), int(needed[b - 1])) for a, b in pairwise(edges) if b > a]
+
+    def parts(self, rows: int) -> Iterator["Blocks"]:
+        """The same blocks, at most so many rows at a time."""
+        for first in range(0, len(self.sequences), rows):
+            part = slice(first, first + rows)
+            yield Blocks(self.sequences[part], self.anchors[part], self.tokens[part], self.reach[part])
 
     @classmethod
     def _lay(cls, batch: Batch, found: np.ndarray, sequence: np.ndarray, reach: np.ndarray) -> "Blocks":
-        column = _ranks(sequence)
+        column = _ranks(sequence) % ROW
+        row = np.cumsum(column == 0) - 1
         lens = np.asarray(batch.lens)
-        starts = np.cumsum(lens) - lens
-        laid = np.zeros((3, len(lens), int(column.max(initial=0)) + 1), dtype=np.int64)
-        laid[:, sequence, column] = found - starts[sequence], found, reach
-        return cls(*laid)
+        laid = np.zeros((3, max(1, int((column == 0).sum())), ROW), dtype=np.int64)
+        laid[:, row, column] = found - (np.cumsum(lens) - lens)[sequence], found, reach
+        sequences = np.zeros(laid.shape[1], dtype=np.int64)
+        sequences[row] = sequence
+        order = np.argsort(laid[0].max(1), kind="stable")
+        return cls(sequences[order], *laid[:, order])
 
 
 def _anchors(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -80,3 +97,8 @@ def _anchors(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _ranks(groups: np.ndarray) -> np.ndarray:
     """0, 1, 2, ... within each run of equal values of a sorted array."""
     return np.arange(len(groups)) - np.searchsorted(groups, groups)
+
+
+def _bits(numbers: np.ndarray) -> np.ndarray:
+    """How many binary digits each number has."""
+    return np.frexp(numbers)[1]

@@ -18,7 +18,7 @@ from leyden.model.drafters import DraftAttention, DrafterNetwork
 from leyden.model.nemotron import Nemotron
 from leyden.train.acceptance import Acceptance, Answer, count
 from leyden.train.batches import Batch, Corpus
-from leyden.train.blocks import Blocks
+from leyden.train.blocks import ROW, Blocks
 
 _PAIRS = 2**29  # query and key pairs of a drafter's attention at a time, where none are kept
 _LOGITS = 2**28  # most logits that are kept for the backward pass; more are computed again, part by part
@@ -56,19 +56,21 @@ def view(target: Nemotron, taps: Sequence[int], batch: Batch) -> View:
 
 
 def draft_hidden(network: DrafterNetwork, seen: View, blocks: Blocks, drafts: int) -> Tensor:
-    """Hidden states [S * M, drafts, H] that lm_head turns into the drafts of every block, all blocks at once.
-
-    Sequences are padded to the longest, which no block sees: its context ends before its anchor.
-    """
+    """Hidden states [R * ROW, drafts, H] that lm_head turns into the drafts of every block, all blocks at once."""
     device = seen.tokens.device
     padded = torch.nn.utils.rnn.pad_sequence(torch.cat(seen.taps, dim=-1).split(seen.lens), batch_first=True)
     context = network.context([padded], torch.arange(padded.shape[1], device=device))
-    anchors = upload(blocks.anchors, device)
+    anchors, sequences = upload(blocks.anchors, device), upload(blocks.sequences, device)
 
     def attend(layer: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        options = anchors, layer.causal, layer.window, layer.attention_sink_bias
-        out: Tensor = ops.block_attention_packed(q, k, v, *context[layer.index], *options)
-        return out
+        keys, values = context[layer.index]
+        mixed = []
+        for rows, needed in blocks.spans():
+            own = q[rows], k[rows], v[rows]
+            before = keys[sequences[rows], :needed], values[sequences[rows], :needed]
+            options = anchors[rows], layer.causal, layer.window, layer.attention_sink_bias
+            mixed.append(ops.block_attention_packed(*own, *before, *options))
+        return torch.cat(mixed)
 
     tokens = network.block(seen.tokens[upload(blocks.tokens, device)], drafts)
     positions = anchors[..., None] + torch.arange(tokens.shape[-1], device=device)
@@ -93,7 +95,13 @@ def score(
     which, depths, places = (upload(array, device) for array in blocks.answers(drafts))
     hidden = draft_hidden(network, seen, blocks, drafts)[which, depths - 1]
     weights = torch.exp((1 - depths) / objective.decay)
-    rows = hidden, seen.hidden[places - 1], seen.tokens[places - 1], seen.tokens[places], weights / weights.sum()
+    rows = (
+        hidden,
+        seen.hidden[places - 1],
+        seen.tokens[places - 1],
+        seen.tokens[places],
+        weights / weights.sum().clamp(min=1e-9),
+    )
     parts = max(1, -(-len(places) * target.config.vocab_size // _LOGITS))
     loss, matches = torch.zeros((), device=device), []
     for part in zip(*(t.chunk(parts) for t in rows), strict=True):
@@ -135,7 +143,7 @@ def draft_acceptance(
     def accepted(batch: Batch, answers: list[Answer]) -> np.ndarray:
         found = np.zeros(len(batch.tokens), dtype=np.int64)
         seen = view(target, network.config.target_layer_ids, batch)
-        for blocks in Blocks.all(batch).columns(_columns(network, batch, drafts)):
+        for blocks in Blocks.all(batch).parts(_rows(network, batch, drafts)):
             used = np.flatnonzero(blocks.reach)
             places, reach = blocks.tokens.flatten()[used], blocks.reach.flatten()[used]
             hidden = draft_hidden(network, seen, blocks, drafts)[upload(used, seen.tokens.device)]
@@ -153,8 +161,8 @@ def draft_acceptance(
         return count(corpus, drafts, batch_tokens, accepted)
 
 
-def _columns(network: DrafterNetwork, batch: Batch, drafts: int) -> int:
-    """Blocks per sequence whose attention fits into memory together."""
+def _rows(network: DrafterNetwork, batch: Batch, drafts: int) -> int:
+    """Rows of blocks whose attention fits into memory together."""
     config = network.config
-    pairs = len(batch.lens) * config.drafts_to_rows(drafts) * config.num_attention_heads * max(batch.lens)
+    pairs = ROW * config.drafts_to_rows(drafts) * config.num_attention_heads * max(batch.lens)
     return max(1, _PAIRS // pairs)

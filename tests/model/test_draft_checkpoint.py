@@ -12,6 +12,7 @@ from leyden.config.drafter import DrafterConfig
 from leyden.config.model import ModelConfig
 from leyden.errors import CheckpointError
 from leyden.formats.nvfp4 import NVFP4
+from leyden.model.checkpoint import matrices
 from leyden.model.draft_checkpoint import load, save
 from leyden.model.drafters import DrafterNetwork
 from leyden.model.nemotron import Nemotron
@@ -139,15 +140,51 @@ def test_a_file_of_zeros_is_refused(tmp_path: Path):
         read(tmp_path)
 
 
-def test_matrices_come_in_the_format_of_the_file(tmp_path: Path):
-    tiny(tmp_path, TARGET)
-    dense = load(tmp_path, target()).fc.dense().float()
-    parts = NVFP4().quantize(dense)
-    edit(tmp_path, lambda t: t | {f"fc.{name}": tensor for name, tensor in parts.items()})
-    fc = load(tmp_path, target()).fc
-    assert fc.format == NVFP4()
-    torch.testing.assert_close(fc.dense().float(), NVFP4().dequantize(parts, fc.dtype).float())
-    assert (fc.dense().float() - dense).abs().max() < 0.2 * dense.abs().max()  # four bits
+def test_quantised_drafters(tmp_path: Path):
+    """NVFP4 where the releases have it: fc, the MLPs and W2 of the Markov head."""
+    tiny(tmp_path / "plain", TARGET)
+    network = load(tmp_path / "plain", target())
+    plain = {name: weight.dense() for name, weight in matrices(network)}
+    for name, weight in matrices(network):
+        if name == "fc" or ".mlp." in name or name.endswith("markov_w2"):
+            tensors = NVFP4().quantize(weight.dense())
+            weight.allot(NVFP4())
+            weight.load_state_dict(tensors)
+    save(network, tmp_path / "small")
+    stored = load_file(tmp_path / "small" / "model.safetensors")
+    assert stored["fc.weight"].dtype == torch.uint8 and stored["fc.weight"].shape == (32, 32)
+    assert stored["layers.0.self_attn.q_proj.weight"].dtype == torch.bfloat16
+    assert json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]["quant_method"]
+    again = dict(matrices(load(tmp_path / "small", target())))
+    assert sum(weight.format == NVFP4() for weight in again.values()) == 1 + 2 * 3 + 1
+    for name, weight in matrices(network):
+        assert torch.equal(weight.dense(), again[name].dense())
+        assert (weight.dense() - plain[name]).float().norm() < 0.12 * plain[name].float().norm()
+
+
+def test_the_published_tensors_fit(tmp_path: Path):
+    """Names, shapes and dtypes of the DSpark release, written as empty data: all of them are found a place for."""
+    layer = {"input_layernorm": (64,), "post_attention_layernorm": (64,), "self_attn.q_norm": (16,)}
+    layer |= {"self_attn.k_norm": (16,), "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64)}
+    layer |= {"self_attn.v_proj": (32, 64), "self_attn.o_proj": (64, 64)}
+    shapes = {"embed_tokens": (96, 64), "hidden_norm": (64,), "norm": (64,), "markov_head.markov_w1": (96, 32)}
+    four_bit = {"fc": (64, 128), "markov_head.markov_w2": (96, 32)}
+    for i in range(2):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+        four_bit |= {f"layers.{i}.mlp.{name}": (128, 64) for name in ("gate_proj", "up_proj")}
+        four_bit |= {f"layers.{i}.mlp.down_proj": (64, 128)}
+    tensors = {f"{name}.weight": torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    tensors |= {f"layers.{i}.self_attn.attention_sink_bias": torch.ones(4, dtype=torch.bfloat16) for i in range(2)}
+    for name, (n, k) in four_bit.items():
+        tensors[f"{name}.weight"] = torch.full((n, k // 2), 0x22, dtype=torch.uint8)  # two times 1.0
+        tensors[f"{name}.weight_scale"] = torch.full((n, k // 16), 0.5).to(torch.float8_e4m3fn)
+        tensors[f"{name}.weight_scale_2"] = torch.tensor(3.0)
+    config = replace(TARGET, hidden_size=64)
+    tiny(tmp_path, config, markov_rank=32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    network = load(tmp_path, target(config=config))
+    assert (network.fc.dense() == 1.5).all() and network.markov_head is not None
+    assert (network.markov_head.markov_w2.dense() == 1.5).all()
 
 
 def test_network_builds_without_memory():

@@ -76,12 +76,12 @@ def test_blocks_of_a_batch_are_those_of_each_sequence_alone(trained: tuple[Draft
     batch = data.batch(range(5))
     seen, blocks = view(target, network.config.target_layer_ids, batch), Blocks.all(batch)
     hidden = draft_hidden(network, seen, blocks, DRAFTS).unflatten(0, blocks.anchors.shape)
-    checked = 0
-    for s, tokens in enumerate(seen.tokens.split(batch.lens)):
-        for m in np.flatnonzero(blocks.reach[s]):
-            expected = alone(network, target, tokens, int(blocks.anchors[s, m]))
-            torch.testing.assert_close(hidden[s, m], expected, atol=2e-5, rtol=1e-4)
-            checked += 1
+    sequences, checked = seen.tokens.split(batch.lens), 0
+    for row, column in zip(*np.nonzero(blocks.reach), strict=True):
+        tokens, anchor = sequences[blocks.sequences[row]], int(blocks.anchors[row, column])
+        expected = alone(network, target, tokens, anchor)
+        torch.testing.assert_close(hidden[row, column], expected, atol=2e-5, rtol=1e-4)
+        checked += 1
     assert checked > 10
 
 
@@ -146,6 +146,16 @@ def test_parts_give_the_gradients_of_the_whole(method: str, monkeypatch: pytest.
     assert gradients[0].keys() == dict(made.network.named_parameters()).keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_without_an_answer_teaches_nothing_and_breaks_nothing(method: str) -> None:
+    data = Corpus.collect([([1, 2, 3], [False, False, True])])
+    made = trainer(method, data)
+    before = {name: parameter.clone() for name, parameter in made.network.named_parameters()}
+    assert not made.step().any()
+    assert all(torch.equal(before[name], parameter) for name, parameter in made.network.named_parameters())
+    assert draft_acceptance(made.network, made.target, data, DRAFTS, 100).tokens == 0
 
 
 @pytest.mark.parametrize(("batch_tokens", "pairs"), [(20, 2**29), (1000, 2**29), (1000, 10_000)])
