@@ -158,9 +158,7 @@ class Weight(nn.Module):
             whole = self.dense().unbind()
             return {i: whole[i] for i in indices}
         parts = dict(self.named_parameters())
-        return {
-            i: self.format.dequantize({name: part[i] for name, part in parts.items()}, self.dtype) for i in indices
-        }
+        return {i: self.format.dequantize({name: part[i] for name, part in parts.items()}, self.dtype) for i in indices}
 
     def extra_repr(self) -> str:
         return f"{list(self.shape)}, {self.format.name}"
