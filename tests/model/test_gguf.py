@@ -132,6 +132,13 @@ def test_blocks_stay_blocks_in_memory(tmp_path: Path) -> None:
         save(q4, tmp_path / "again")
 
 
+def test_nvfp4_leaves_latent_projections_alone(tmp_path: Path) -> None:
+    tiny(tmp_path / "model", "latent", **WIDE, moe_latent_size=64)
+    mixer = loaded(convert(tmp_path / "model", tmp_path / "model.gguf", "NVFP4")).backbone.layers[3].mixer
+    assert [mixer.fc1_latent_proj.format, mixer.fc2_latent_proj.format] == [Dense(), Dense()]
+    assert mixer.experts.down_proj.format == NVFP4()
+
+
 def test_nvfp4_keeps_its_bits(tmp_path: Path) -> None:
     tiny(tmp_path / "model", **WIDE)
     model = loaded(tmp_path / "model")
