@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     started = time.monotonic()
     launch = Launch.from_argv(argv)
-    log.setup(launch.log_level)
+    log.setup(launch.log_level, launch.log_format)
     for warning in launch.warnings:
         logger.warning(warning)
     os.environ.update(launch.environment)
@@ -53,14 +53,15 @@ def run(launch: Launch, started: float) -> int:
 
     check_address(launch.server)
     folder = resolve(launch.engine.model, launch.engine.revision)
-    texts = resolve(launch.tokenizer) if launch.tokenizer else folder
+    texts = resolve(launch.engine.tokenizer) if launch.engine.tokenizer else folder
     tokenizer = Tokenizer.from_folder(texts)
     given = launch.server.chat_template
     template = ChatTemplate(_read(given), tokenizer) if given else ChatTemplate.from_folder(texts, tokenizer)
     defaults = sampling_defaults(launch.engine, folder)
 
-    config = asdict(replace(launch.engine, model=str(folder)))
-    link = OwnProcess("leyden.server.process:load", config, log_level=launch.log_level)
+    config = asdict(replace(launch.engine, model=str(folder), tokenizer=str(texts)))
+    factory = "leyden.server.process:load"
+    link = OwnProcess(factory, config, log_level=launch.log_level, log_format=launch.log_format)
     for note in launch.notes(str(link.facts["device"]).partition(":")[0]):
         logger.warning(note)
     if os.environ.get("VLLM_DISABLE_LOG_LOGO") != "1":

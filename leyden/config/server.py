@@ -34,6 +34,10 @@ class ServerConfig:
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
     max_body_bytes: int = 64 << 20
+    max_queued_requests: int | None = None  # beyond those that run; more are refused (429). None: no limit
+    request_timeout: float = 0.0  # seconds that an answer may take; 0: no limit
+    cache_salt_per_key: bool = False  # clients with different keys share nothing that is cached
+    metrics_auth: bool = False  # /metrics needs a key too
 
     # what it serves
     served_model_name: tuple[str, ...] = ()  # the first one is the name in answers; empty: the model as it was given
@@ -42,6 +46,11 @@ class ServerConfig:
     exclude_tools_when_tool_choice_none: bool = False
     reasoning_parser: str | None = "nemotron_v3"  # None: thinking is content
     tool_call_parser: str = "qwen3_coder"
+    tool_strict_level: str | None = None  # function, parameter: enforced for all tools; None, auto: as the request says
+    default_thinking_budget: int | None = None  # tokens of thinking where a request sets no limit; None: no limit
+    default_thinking_grace: int = 0  # tokens beyond a budget in which a line may be ended
+    reasoning_config: dict[str, Any] = field(default_factory=dict)  # reasoning_end_str: what is put in at a budget
+    structured_outputs_config: dict[str, Any] = field(default_factory=dict)  # as in --help
 
     # how it answers
     response_role: str = "assistant"
@@ -49,6 +58,7 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     enable_server_load_tracking: bool = False
+    enable_per_request_metrics: bool = False
     fingerprint_mode: str = "full"
     fingerprint_value: str | None = None
     stream_interval: int = 1  # tokens of one stream chunk; the first and the last chunk never wait
@@ -60,6 +70,7 @@ class ServerConfig:
     enable_log_outputs: bool = False
     max_log_len: int | None = None  # characters of a prompt or an answer
     log_error_stack: bool = False
+    disable_log_stats: bool = False  # no line about the engine every ten seconds
     uvicorn_log_level: str = "info"
     disable_uvicorn_access_log: bool = False
     disable_access_log_for_endpoints: tuple[str, ...] = ()
@@ -75,15 +86,26 @@ class ServerConfig:
             ("shutdown_timeout", 0, None),
             ("ping_interval", 0, None),
             ("max_body_bytes", 1, None),
+            ("default_thinking_grace", 0, None),
+            ("max_queued_requests", 0, None),
+            ("request_timeout", 0, None),
         ):
             value = getattr(self, name)
+            if value is None:
+                continue
             if value < low or (high is not None and value > high):
                 wanted = f"at least {low}" if high is None else f"between {low} and {high}"
                 raise ConfigError(f"--{_flag(name)} must be {wanted}, got {value}")
+        if self.default_thinking_budget is not None and self.default_thinking_budget < 0:
+            raise ConfigError(f"--default-thinking-budget must be at least 0, got {self.default_thinking_budget}")
+        if not isinstance(end := self.reasoning_config.get("reasoning_end_str", ""), str):
+            raise ConfigError(f"--reasoning-config: reasoning_end_str must be a text, got {end!r}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together: give both or none")
         if self.fingerprint_mode == "custom" and not self.fingerprint_value:
             raise ConfigError("--fingerprint-mode custom needs --fingerprint-value")
+        if self.cache_salt_per_key and not self.api_key:
+            raise ConfigError("--cache-salt-per-key needs --api-key")
         if any(not key for key in self.api_key):
             raise ConfigError("--api-key must not be empty")
 

@@ -5,13 +5,15 @@ prompt chunk, the rest of a prompt and a generated token are the same thing. pla
 step; what a launched step will bring is then counted in `pending`, and the token itself is read from the device.
 """
 
+import bisect
 import heapq
 import random
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from leyden.cache.prefix import Chain, Hit, Node, PrefixCache
-from leyden.types import MAX_SEED, Admit, Delta, EngineStats, Plan, Request, Row, Sampled, TokenLogprobs
+from leyden.types import MAX_SEED, STEP_SIZES, Admit, Delta, EngineStats, Plan, Request, Row, Sampled, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,7 @@ class Sequence:
     chain: Chain | None = None  # its pages, while it runs
     marks: tuple[int, ...] = ()  # lengths at which its state is to be kept, longest first
     cached: int = 0  # prompt tokens that its first admission found in the cache
+    queued: float | None = None  # seconds from arrival to its first admission
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # gathered over the prompt's chunks, then sent once
 
     @property
@@ -102,11 +105,15 @@ class Scheduler:
         self._by_id[request.id] = sequence
         heapq.heappush(self.waiting, (sequence.order, sequence))
 
-    def abort(self, request_id: str) -> None:
-        """Forget a request now; what a launched step brings for it is dropped. Unknown ids are ignored."""
+    def abort(self, request_id: str, error: str | None = None) -> None:
+        """Forget a request now, because of an error if there is one. What a launched step brings for it is dropped.
+
+        Unknown ids are ignored.
+        """
         sequence = self._by_id.get(request_id)
         if sequence is not None:
-            self._out.append(self._finish(sequence, Delta(request_id=request_id, finish_reason="abort")))
+            delta = Delta(request_id=request_id, finish_reason="error" if error else "abort", error=error)
+            self._out.append(self._finish(sequence, delta))
 
     def has(self, request_id: str) -> bool:
         return request_id in self._by_id
@@ -212,16 +219,19 @@ class Scheduler:
         self.running.append(sequence)
         sequence.slot, sequence.chain, sequence.computed = slot, chain, hit.length
         sequence.marks = self._marks(sequence, hit)
+        if sequence.queued is None:
+            sequence.queued = time.monotonic() - request.arrival
         if len(sequence.tokens) == sequence.prompt_len:
             sequence.cached = hit.length
         plan.admits.append(
             Admit(
                 slot=slot,
+                request_id=request.id,
                 params=params,
                 seed=sequence.seed,
                 prompt_len=sequence.prompt_len,
                 stop_ids=tuple(sorted(sequence.stop_ids)),
-                tokens=list(sequence.tokens) if params.penalized else [],
+                tokens=list(sequence.tokens) if params.penalized or params.budgeted else [],
                 computed=hit.length,
                 source=hit.snapshot.slot if hit.snapshot is not None else 0,
             )
@@ -274,6 +284,9 @@ class Scheduler:
         """Take in what a launched step brought: one Sampled per row of the plan. Steps are committed in order."""
         out, self._out = self._out, []
         self._stats.steps += 1
+        tokens = sum(row.n for row in plan.rows)
+        self._stats.step_tokens += tokens
+        self._stats.step_sizes[bisect.bisect_left(STEP_SIZES, tokens)] += 1
         for launch, result in zip(self._launched.pop(id(plan)), results, strict=True):
             sequence, row = launch.sequence, launch.row
             if sequence.chain is launch.chain:
@@ -319,7 +332,7 @@ class Scheduler:
         request = sequence.request
         delta = Delta(request_id=request.id, token_ids=[token], logprobs=None if logprobs is None else [logprobs])
         if len(sequence.tokens) == sequence.prompt_len:
-            delta.cached_tokens = sequence.cached
+            delta.cached_tokens, delta.queued = sequence.cached, sequence.queued or 0.0
             self._stats.prompt_tokens += sequence.prompt_len
             self._stats.cached_tokens += sequence.cached
             if sequence.prompt_logprobs is not None:
@@ -328,7 +341,9 @@ class Scheduler:
         sequence.tokens.append(token)
         self._stats.generated_tokens += 1
         generated = len(sequence.tokens) - sequence.prompt_len
-        if token in sequence.stop_ids and generated > request.params.min_tokens:
+        # a grammar that is through lets nothing but the end follow, however short the answer is
+        enough = generated > request.params.min_tokens or request.params.grammar is not None
+        if token in sequence.stop_ids and enough:
             named = token != self.quiet_eos or token in request.params.stop_token_ids
             delta.finish_reason, delta.stop_reason = "stop", token if named else None
         elif len(sequence.tokens) >= sequence.limit:

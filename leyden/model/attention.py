@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from leyden import ops
 from leyden.config.model import ModelConfig
 from leyden.formats import Weight
-from leyden.model.context import Context
+from leyden.model.context import Context, joined
 
 
 class Attention(nn.Module):
@@ -35,4 +35,4 @@ class Attention(nn.Module):
                 mixed.append(ops.attention(q[span], cache, rows))
             else:
                 mixed.append(ops.attention_packed(q[span], k[span], v[span], rows))
-        return ops.linear(torch.cat(mixed).flatten(-2), self.o_proj)
+        return ops.linear(joined(mixed).flatten(-2), self.o_proj)

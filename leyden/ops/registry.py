@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 # Device type, or a version that stands for all devices -> module that registers its kernels when imported.
-_BACKENDS = {"training": "leyden.ops.training"}
+_BACKENDS = {"cpu": "leyden.ops.cpu", "cuda": "leyden.ops.triton", "training": "leyden.ops.training"}
 _VERSIONS = ("reference", "training")
 _loaded: set[str] = set()
 _version: str | None = None
@@ -19,7 +20,7 @@ class Op:
     """Callable that picks a kernel by the device of its first tensor and the format of its weights, if they share one.
 
     A (device, format) pair without a kernel runs the reference, which dequantises: right everywhere, fast where
-    someone wrote a kernel.
+    someone wrote a kernel. Kernels have no gradients, so the reference runs where one is asked for, too.
     """
 
     def __init__(self, reference: Callable[..., Any]):
@@ -34,7 +35,7 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for watch in _watchers:
             watch(self, args)
-        if _version == "reference":
+        if _version == "reference" or (_version is None and _recorded(args)):
             return self.reference(*args, **kwargs)
         device = _version or _device(args)
         if device in _BACKENDS and device not in _loaded:
@@ -54,6 +55,19 @@ def _device(args: tuple[Any, ...]) -> str:
 def _format(args: tuple[Any, ...]) -> str:
     names = {a.format.name for a in args if hasattr(a, "format")} or {"dense"}
     return names.pop() if len(names) == 1 else "mixed"  # for which there are no kernels
+
+
+def _recorded(args: tuple[Any, ...]) -> bool:
+    """Whether autograd records this call."""
+    if not torch.is_grad_enabled():
+        return False
+    tensors = (t for a in args for t in (a.parameters() if isinstance(a, nn.Module) else (a,)))
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
+def forced() -> bool:
+    """Whether a using() block says which version of the ops runs."""
+    return _version is not None
 
 
 @contextmanager

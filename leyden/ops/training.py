@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from leyden import ops
 from leyden.formats import Weight
 from leyden.ops.reference import moe as reference
+from leyden.ops.reference.linear import mlp
 from leyden.ops.rows import Rows
 
 _CHUNK = 64  # tokens of a scan chunk: scores grow with it, states shrink
@@ -46,6 +47,12 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight) -
     scale = weights.new_zeros(len(x), count).scatter(1, ids, weights).to(x.dtype)
     hidden = F.relu(F.linear(x, up.dense().flatten(0, 1))).square().unflatten(-1, (count, width)) * scale[..., None]
     return F.linear(hidden.flatten(1), down.dense().transpose(0, 1).flatten(1))
+
+
+def moe(
+    x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, shared_up: Weight, shared_down: Weight
+) -> Tensor:
+    return experts(x, ids, weights, up, down) + mlp(x, shared_up, shared_down)
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, rows: Rows) -> Tensor:
@@ -189,6 +196,7 @@ ops.rms_norm.register("training", rms_norm)
 ops.add_rms_norm.register("training", add_rms_norm)
 ops.gated_norm.register("training", gated_norm)
 ops.experts.register("training", experts)
+ops.moe.register("training", moe)
 ops.causal_conv.register("training", causal_conv)
 ops.ssd_scan.register("training", ssd_scan)
 ops.attention_packed.register("training", attention_packed)

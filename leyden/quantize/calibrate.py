@@ -133,6 +133,9 @@ def _products(op: str, args: tuple[Any, ...]) -> Iterator[tuple[Weight, int | No
                 inputs = x[(ids == expert).any(-1)]
                 yield up, expert, inputs
                 yield down, expert, F.relu(F.linear(inputs, matrix)).square()
+        case "moe", (x, ids, weights, up, down, shared_up, shared_down):
+            yield from _products("experts", (x, ids, weights, up, down))
+            yield from _products("mlp", (x, shared_up, shared_down))
 
 
 Stream = list[Tensor]  # residual streams, a tensor [T, H] for each batch of texts

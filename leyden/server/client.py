@@ -13,6 +13,7 @@ reader finds its deltas merged into one, so the engine never waits for a client.
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -24,12 +25,18 @@ from leyden.types import Delta, EngineStats, Request
 
 logger = log.get(__name__)
 
+_PAUSE = 0.002  # seconds between two looks at requests that are not ready
+
 
 class Engine(Protocol):
-    """What `drive` asks of an engine. A request that cannot be served raises RequestError from `submit`."""
+    """What `drive` asks of an engine. A request that cannot be served raises RequestError from `ready` or `submit`.
+
+    ready   whether `submit` would return at once; what is needed for that goes on in the background
+    """
 
     @property
     def busy(self) -> bool: ...
+    def ready(self, request: Request) -> bool: ...
     def submit(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[Delta]: ...
@@ -108,13 +115,15 @@ Event = Ready | Accepted | Refused | Deltas | Stats | Died
 
 def drive(engine: Engine, receive: Callable[[bool], Iterable[Command]], send: Callable[[Event], None]) -> None:
     """Run `engine` until a Close command. `receive(wait)` gives the commands that have come, and blocks for one only if
-    told to, which is when the engine has nothing to do."""
+    told to, which is when the engine has nothing to do. Requests that are not ready wait here, and hold up nobody."""
+    held: list[Submit] = []
     while True:
-        for command in receive(not engine.busy):
+        for command in receive(not engine.busy and not held):
             match command:
-                case Submit(requests):
-                    send(_submit(engine, requests))
+                case Submit():
+                    held.append(command)
                 case Abort(ids):
+                    held = [submit for submit in held if submit.requests[0].id not in ids]
                     for request_id in ids:
                         engine.abort(request_id)
                 case AskStats():
@@ -122,13 +131,23 @@ def drive(engine: Engine, receive: Callable[[bool], Iterable[Command]], send: Ca
                 case Close():
                     engine.close()
                     return
-        if engine.busy and (deltas := engine.step()):
-            send(Deltas(deltas))
+        for submit in held:
+            if (verdict := _submit(engine, submit.requests)) is not None:
+                held = [other for other in held if other is not submit]
+                send(verdict)
+        if engine.busy:
+            if deltas := engine.step():
+                send(Deltas(deltas))
+        elif held:
+            time.sleep(_PAUSE)
 
 
-def _submit(engine: Engine, requests: list[Request]) -> Event:
+def _submit(engine: Engine, requests: list[Request]) -> Event | None:
+    """The verdict; None if it is too early for one."""
     taken: list[Request] = []
     try:
+        if not all([engine.ready(request) for request in requests]):
+            return None
         for request in requests:
             engine.submit(request)
             taken.append(request)
@@ -209,7 +228,7 @@ class Stream:
         self._interval = interval
         self._started: set[str] = set()
         self._waiting: dict[str, Delta] = {}
-        self._error: Exception | None = None
+        self.error: Exception | None = None  # ends the stream
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, delta: Delta) -> None:
@@ -224,14 +243,18 @@ class Stream:
             self._running.discard(request_id)
         if held.finish_reason == "error":
             logger.error("%s: %s", request_id, held.error)
-            self.__exit__()
-            self._error = RequestError("the engine failed on this request; the server's log says why", status=500)
-            held.finish_reason = None  # what came before the failure is delivered, then the error is raised
-        if self._due(held):
+            held.finish_reason = None
+            self.end(RequestError("the engine failed on this request; the server's log says why", status=500))
+        elif self._due(held):
             self._wake()
 
+    def end(self, error: Exception) -> None:
+        """Abort everything: what has come before is delivered, then the error is raised."""
+        self.__exit__()
+        self.fail(error)
+
     def fail(self, error: Exception) -> None:
-        self._error = error
+        self.error = error
         self._running.clear()
         self._wake()
 
@@ -252,8 +275,8 @@ class Stream:
                     del self._waiting[request_id]
                     self._started.add(request_id)
                     return delta
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if not self._running:
                 raise StopAsyncIteration
             self._reader = asyncio.get_running_loop().create_future()
@@ -272,7 +295,7 @@ class Stream:
             len(delta.token_ids) >= self._interval
             or delta.finish_reason is not None
             or delta.request_id not in self._started
-            or self._error is not None
+            or self.error is not None
         )
 
     def _wake(self) -> None:
@@ -288,6 +311,7 @@ def merge(held: Delta, delta: Delta) -> None:
     if delta.prompt_logprobs is not None:
         held.prompt_logprobs = delta.prompt_logprobs
     held.cached_tokens = max(held.cached_tokens, delta.cached_tokens)
+    held.queued = max(held.queued, delta.queued)
     held.finish_reason, held.stop_reason, held.error = delta.finish_reason, delta.stop_reason, delta.error
 
 
@@ -310,6 +334,11 @@ class EngineClient:
     async def close(self) -> None:
         self._lose("the server is shutting down")
         await self._link.close()
+
+    @property
+    def requests(self) -> int:
+        """Requests that the engine has, running or waiting."""
+        return len(self._streams)
 
     async def died(self) -> str:
         """Return once the engine has ended for good, with the reason."""

@@ -13,13 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 from typing_extensions import TypedDict  # pydantic reads the one of typing from Python 3.12 on only
 
 from leyden.errors import RequestError
+from leyden.server.grammars import LEGACY, of_answer, of_tools
+from leyden.types import Grammar
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
+MAX_ANSWERS = 4096  # prompts times choices
 MAX_TOOLS = 1024
 MAX_MESSAGES = 10_000
 
@@ -34,11 +37,15 @@ REFUSED = {
     "bad_words": "not supported yet",
     "logprob_token_ids": "not supported yet",
     "repetition_detection": "not supported yet",
-    "structured_outputs": "not supported yet",
     "chat_template": "the server's own template is the only one it runs",
 }
-# Names that vLLM once had for structured_outputs: they must not be taken for an unknown, harmless field.
-LEGACY = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend")
+BUDGETS = (
+    ("chat_template_kwargs", "reasoning_budget", "thinking_token_budget"),
+    ("vllm_xargs", "thinking_budget", "thinking_token_budget"),
+    ("vllm_xargs", "thinking_budget_grace_period", "thinking_token_grace"),
+)
+# Like those of LEGACY, but without a meaning here: they must not be taken for unknown, harmless fields.
+NO_EFFECT = ("guided_decoding_backend", "guided_whitespace_pattern")
 
 
 class StreamOptions(BaseModel):
@@ -46,8 +53,8 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class Generation(BaseModel):
-    """The fields that every generating endpoint shares. None means: the default of the model or of the server."""
+class Sampling(BaseModel):
+    """The fields of every request that generates. None means: the default of the model or of the server."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -64,8 +71,6 @@ class Generation(BaseModel):
     allowed_token_ids: list[int] | None = None
     seed: int | None = Field(None, description="-1: none")
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = None
     min_tokens: int = 0
     stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
     stop_token_ids: list[int] | None = None
@@ -74,8 +79,24 @@ class Generation(BaseModel):
     skip_special_tokens: bool = True
 
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
     stream_interval: int | None = Field(None, ge=1, description="tokens of one chunk")
+
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    priority: int = 0
+    request_id: str | None = None
+
+    def shared(self) -> dict[str, Any]:
+        """The fields of this class that the client has set, for another kind of request."""
+        return self.model_dump(include=set(Sampling.model_fields), exclude_unset=True)
+
+
+class Generation(Sampling):
+    """The fields of chat completions and completions."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = None
+
+    stream_options: StreamOptions | None = None
 
     prompt_logprobs: int | None = Field(None, ge=-1)
     return_token_ids: bool | None = None
@@ -84,36 +105,57 @@ class Generation(BaseModel):
 
     truncate_prompt_tokens: int | None = Field(None, ge=-1, description="-1: to what the context holds")
     truncation_side: Literal["left", "right"] = "left"
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    priority: int = 0
-    request_id: str | None = None
 
     response_format: dict[str, Any] | None = None
-    thinking_token_budget: StrictInt | None = Field(None, ge=-1)
+    thinking_token_budget: StrictInt | None = Field(
+        None,
+        ge=-1,
+        validation_alias=AliasChoices("thinking_token_budget", "reasoning_budget", "max_thinking_tokens"),
+        description="most tokens of thinking; -1: no limit",
+    )
+    thinking_token_grace: StrictInt | None = Field(
+        None, ge=0, description="tokens that thinking may take beyond its budget to end a line"
+    )
     use_beam_search: bool = False
     bad_words: list[str] | None = None
     logprob_token_ids: list[int] | None = None
     repetition_detection: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _budget(cls, data: Any) -> Any:
+        """Other places in which clients put the budget of thinking."""
+        for place, name, field in BUDGETS:
+            inner = data.get(place) if isinstance(data, dict) else None
+            if isinstance(inner, dict) and name in inner and data.get(field) is None:
+                data = {**data, field: inner[name]}
+        return data
+
     @property
     def ignored(self) -> list[str]:
         """Fields that a client may believe to have an effect."""
-        return [name for name in LEGACY if (self.model_extra or {}).get(name) is not None]
+        extra = self.model_extra or {}
+        pattern = (self.structured_outputs or {}).get("whitespace_pattern")
+        names = [name for name in NO_EFFECT if extra.get(name) is not None]
+        return names + (["structured_outputs.whitespace_pattern"] if pattern is not None else [])
+
+    def grammar(self, compact: bool = False, level: str = "auto") -> Grammar | None:
+        """What the answer has to match. `compact`: JSON without white space; level: see grammars.of_tools."""
+        extra = self.model_extra or {}
+        legacy = {name: extra[name] for name in LEGACY if extra.get(name) not in (None, False)}
+        return of_answer(self.response_format, self.structured_outputs, legacy, compact)
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the answer may call."""
+        return []
 
     def check(self) -> None:
         """Raises RequestError for what pydantic cannot see: fields that depend on each other or are not supported."""
         for name, reason in REFUSED.items():
             if getattr(self, name, None) not in (None, False):
                 raise RequestError(f"{name}: {reason}", name)
-        if self.thinking_token_budget is not None and self.thinking_token_budget >= 0:
-            raise RequestError("thinking_token_budget: not supported yet", "thinking_token_budget")
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            kind = self.response_format.get("type")
-            if kind not in ("json_object", "json_schema", "structural_tag"):
-                kinds = "text, json_object, json_schema or structural_tag"
-                raise RequestError(f"response_format.type must be {kinds}, got {kind!r}", "response_format")
-            raise RequestError(f"response_format of type {kind} is not supported yet", "response_format")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is for requests with stream=true", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -185,13 +227,17 @@ class ChatRequest(Generation):
             names = [tool["function"]["name"] for tool in self.tools]
             if choice.get("type") != "function" or name not in names:
                 raise RequestError(f"tool_choice must name one of the tools {names}, got {choice}", "tool_choice")
-        if choice != "auto":
-            raise RequestError("tool_choice: only auto and none are supported yet", "tool_choice")
 
     @property
-    def ignored(self) -> list[str]:
-        strict = any(tool["function"].get("strict") for tool in self.tools or ())
-        return super().ignored + (["tools.function.strict"] if strict else [])
+    def callable_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def grammar(self, compact: bool = False, level: str = "auto") -> Grammar | None:
+        answer = super().grammar(compact)
+        if not self.callable_tools:
+            return answer
+        parallel = self.parallel_tool_calls is not False
+        return of_tools(self.callable_tools, self.tool_choice, parallel=parallel, answer=answer, level=level)
 
     default_limit: ClassVar[int | None] = None  # tokens to generate if the request does not say; None: all that fit
 
@@ -242,6 +288,8 @@ class CompletionRequest(Generation):
             raise RequestError("prompt must not be empty", "prompt")
         if len(many) > MAX_PROMPTS:
             raise RequestError(f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(many)}", "prompt")
+        if len(many) * self.n > MAX_ANSWERS:
+            raise RequestError(f"{len(many)} prompts with n={self.n} are more than {MAX_ANSWERS} answers", "n")
         return list(many)
 
     default_limit: ClassVar[int | None] = 16
@@ -319,7 +367,7 @@ class ChatCompletion(TypedDict):
     prompt_text: str | None
     kv_transfer_params: None
     ec_transfer_params: None
-    metrics: None
+    metrics: dict[str, float] | None
 
 
 class CompletionChoice(TypedDict):
@@ -345,7 +393,7 @@ class Completion(TypedDict):
     usage: Usage
     kv_transfer_params: None
     ec_transfer_params: None
-    metrics: None
+    metrics: dict[str, float] | None
 
 
 class ModelCard(TypedDict):
@@ -371,15 +419,41 @@ _TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "PayloadTooLargeError",
+    414: "UriTooLongError",
     429: "TooManyRequestsError",
     431: "HeadersTooLargeError",
     503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
 }
 
 
 def error_body(status: int, message: str, param: str | None = None) -> ErrorBody:
     kind = _TYPES.get(status, "InternalServerError")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+class AnthropicErrorDetail(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicError(TypedDict):
+    type: str
+    error: AnthropicErrorDetail
+
+
+def anthropic_error(status: int, message: str) -> AnthropicError:
+    kind = "api_error" if status >= 500 else _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def decode(body: bytes) -> dict[str, Any]:
@@ -421,7 +495,9 @@ def _not_finite(value: Any, path: str = "") -> Iterator[str]:
 def invalid(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     """What pydantic found, as our error: the field by its plain name, the place within it in the message."""
     error = errors[0]
-    path = [str(part) for part in error["loc"] if part != "body"]
+    path = [str(part) for part in error["loc"]]
+    if path and path[0] in ("body", "query", "path"):
+        del path[0]
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "missing":
         return RequestError(f"{path[0] if path else 'a body'} is required", path[0] if path else None)

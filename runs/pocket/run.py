@@ -57,8 +57,8 @@ def full() -> Plan:
         tokenizer_examples=20_000,
         examples=200_000,
         heldout=1_000,
-        prompts=1_000,
-        answer_tokens=400,
+        prompts=500,
+        answer_tokens=300,
         seconds=300,
         flags=(
             *("--optimizer", "muon", "--lr", "4e-3", "--warmup", "100", "--batch-tokens", "32768"),

@@ -22,7 +22,7 @@ def test_a_kernel_is_picked_by_device_and_format() -> None:
     op = Op(double)
     op.register("cpu", lambda x, weight=None: 20 * x)
     op.register("cpu", lambda x, weight=None: 200 * x, format="other")
-    weight = Weight(1, 1, dtype=torch.float32)
+    weight = Weight(1, 1, dtype=torch.float32).requires_grad_(False)
     assert op(torch.ones(1)) == 20
     assert op(torch.ones(1), weight) == 20
     weight.format = type("Other", (), {"name": "other"})()
@@ -59,6 +59,16 @@ def test_training_has_its_own_versions_and_else_the_reference() -> None:
     assert (op(torch.ones(1)), other(torch.ones(1))) == (2, 20)
 
 
+def test_a_recorded_call_runs_the_reference() -> None:
+    op = Op(double)
+    op.register("cpu", lambda x, weight=None: 20 * x)
+    x, weight = torch.ones(1, requires_grad=True), Weight(1, 1, dtype=torch.float32)
+    assert op(x) == 2 and op(torch.ones(1), weight) == 2
+    with torch.no_grad():
+        assert op(x, weight) == 20
+
+
+@torch.no_grad()
 def test_weights_of_different_formats_run_the_reference() -> None:
     op = Op(lambda x, up, down: "reference")
     op.register("cpu", lambda x, up, down: "kernel")
