@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from leyden.config.drafter import DrafterConfig
 from leyden.errors import CheckpointError
 from leyden.log import get
-from leyden.model.checkpoint import adopt, some, write_json
+from leyden.model.checkpoint import adopt, fill, misfits, some, write_json
 from leyden.model.drafters import DrafterNetwork
 from leyden.model.nemotron import Nemotron
-from leyden.model.stored import Stored, read, stored_tensors
+from leyden.model.stored import Stored, stored_tensors
 
 log = get(__name__)
 
@@ -55,8 +55,7 @@ def load(folder: Path, target: Nemotron) -> DrafterNetwork:
         del network.embed_tokens
     adopt(network, files)
     _check(folder, network, files)
-    for name, parameter in network.named_parameters():
-        parameter.detach().copy_(read(files[name]))
+    fill({name: parameter.detach() for name, parameter in network.named_parameters()}, files, progress=False)
     if shared:
         network.embed_tokens = embeddings
     # The one kind of damage that verification hides: drafts would be noise, and answers right but slow.
@@ -92,13 +91,12 @@ def _named(folder: Path) -> dict[str, Stored]:
 
 def _check(folder: Path, network: DrafterNetwork, files: Mapping[str, Stored]) -> None:
     problems: dict[str, list[str]] = defaultdict(list)
-    shapes = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
-    problems["missing"] = [name for name in shapes if name not in files]
-    problems["unexpected"] = [stored.name for name, stored in files.items() if name not in shapes]
-    for name, shape in shapes.items():
-        if name in files and files[name].shape != shape:
-            found = f"{files[name].name} {list(files[name].shape)}"
-            problems["wrong shape"].append(f"{found}, expected {list(shape)}")
+    parameters = dict(network.named_parameters())
+    problems["missing"] = [name for name in parameters if name not in files]
+    problems["unexpected"] = [stored.name for name, stored in files.items() if name not in parameters]
+    for name in parameters.keys() & files.keys():
+        for kind, problem in misfits(name, files[name], parameters[name]):
+            problems[kind].append(problem)
     if any(problems.values()):
         lines = [f"  {kind} ({len(names)}): {some(names)}" for kind, names in problems.items() if names]
         raise CheckpointError("\n".join([f"{folder}: the weights do not fit config.json", *lines]))

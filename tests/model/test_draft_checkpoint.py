@@ -148,6 +148,11 @@ def test_matrices_come_in_the_format_of_the_file(tmp_path: Path):
     assert fc.format == NVFP4()
     torch.testing.assert_close(fc.dense().float(), NVFP4().dequantize(parts, fc.dtype).float())
     assert (fc.dense().float() - dense).abs().max() < 0.2 * dense.abs().max()  # four bits
+    edit(tmp_path, lambda t: t | {"fc.weight_scale_2": parts["weight_scale_2"].reshape(1)})  # as some write it
+    assert torch.equal(load(tmp_path, target()).fc.dense(), fc.dense())
+    edit(tmp_path, lambda t: t | {"fc.weight_scale": t["fc.weight_scale"].float()})
+    with pytest.raises(CheckpointError, match=r"wrong dtype \(1\): fc.weight_scale F32, expected F8_E4M3"):
+        load(tmp_path, target())
 
 
 def test_network_builds_without_memory():
