@@ -20,6 +20,7 @@ from leyden.engine.engine import Engine
 from leyden.errors import LeydenError
 from leyden.text.stream import TextStream
 from leyden.text.template import ChatTemplate, normalise
+from leyden.text.thinking import starts_thinking, with_thinking
 from leyden.text.tokenizer import Tokenizer
 from leyden.types import Request, SamplingParams, TokenLogprobs
 
@@ -95,7 +96,8 @@ class LLM:
         """The answer to one conversation, rendered with the checkpoint's template (`enable_thinking=False`, ...)."""
         template = ChatTemplate.from_folder(self._folder, self.tokenizer)
         prompt = template.encode(normalise(messages), tools, kwargs=template_kwargs)
-        return self._answer([_Job(self, prompt, params or self.sampling_params(), template.marks(prompt))])[0]
+        job = _Job(self, prompt, params or self.sampling_params(), template.marks(prompt), calls=bool(tools))
+        return self._answer([job])[0]
 
     def _answer(self, jobs: list["_Job"], progress: bool = False) -> list[Output]:
         started: dict[str, tuple[_Job, int]] = {}
@@ -130,9 +132,14 @@ class LLM:
 class _Job:
     """A prompt on its way: the text of its answers as far as it has come."""
 
-    def __init__(self, llm: LLM, prompt: Prompt, params: SamplingParams, marks: Sequence[int] = ()):
+    def __init__(
+        self, llm: LLM, prompt: Prompt, params: SamplingParams, marks: Sequence[int] = (), calls: bool = False
+    ):
         text = prompt if isinstance(prompt, str) else None
         ids = llm.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+        if params.thinking is None:
+            starts = starts_thinking(ids, llm.tokenizer, default=False)
+            params = with_thinking(params, ids, llm.tokenizer, starts=starts, calls=calls)
         self.params = params
         self._marks = list(marks)
         self.output = Output(text, ids, [Completion(i) for i in range(params.n)])

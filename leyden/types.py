@@ -1,6 +1,6 @@
 """The nouns that travel: API -> engine -> device and back.
 
-    SamplingParams, Request   API -> engine
+    SamplingParams, Request   API -> engine (with Grammar and Thinking, for those that ask for them)
     Delta, TokenLogprobs      engine -> API
     Plan, Row, Admit          scheduler -> runner (a diff of the device tables, not their content)
     EngineStats               engine -> API (metrics, health, tests)
@@ -16,13 +16,55 @@ from leyden.errors import RequestError
 MAX_SEED = 2**63 - 1
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a step, as buckets
 
+GRAMMARS = ("json", "compact_json", "regex", "ebnf", "lark", "structural_tag")
+# White space in a row between the parts of a JSON text, where a grammar rules: some models never get out of it.
+MOST_BLANKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must match, from its first token or from the first one after thinking. Equal ones compile once.
+
+    kind    json (text: a JSON schema), compact_json (the same, with one blank after commas and colons and no other
+            white space outside of strings), regex, ebnf, lark, structural_tag (text: xgrammar's JSON for them)
+    param   the field of the request that it comes from, for error messages
+    """
+
+    kind: str
+    text: str
+    param: str = field(default="grammar", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMARS:
+            raise RequestError(f"a grammar is one of {', '.join(GRAMMARS)}, got {self.kind!r}", self.param)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Markers:
+    """The token ids that thinking begins and ends with."""
+
+    opens: int | None  # <think>; None: thinking that has ended never begins again
+    ends: tuple[int, ...]  # </think>, and whatever else the model may end its thinking with; the first one is the tag
+    forced: tuple[int, ...]  # what is put in the answer where the budget is spent; its last id is one of `ends`
+    line_ends: tuple[int, ...] = ()  # tokens with a line end in their text, if there is a grace
+
+
+@dataclass(slots=True, kw_only=True)
+class Thinking:
+    """Where a prompt leaves the model: whoever makes the prompt knows."""
+
+    markers: Markers
+    open: bool  # the answer begins inside thinking
+    spent: int = 0  # tokens of thinking that are in the prompt already
+
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How one request wants its tokens. The defaults are neutral; a server puts generation_config.json below them.
 
-    Processing order of the logits: logit_bias and allowed_token_ids, min_tokens mask, penalties, temperature, min_p,
-    top_k, top_p. `stop` is searched by the text layer (the engine sees ids only).
+    Processing order of the logits: logit_bias and allowed_token_ids, min_tokens mask, penalties, grammar, temperature,
+    min_p, top_k, top_p. Where these leave no token at all, the grammar alone counts. The tokens that end thinking at
+    its budget are put in whatever the logits say. `stop` is searched by the text layer (the engine sees ids only).
     """
 
     temperature: float = 1.0  # below 1e-5: greedy, ties go to the lowest id
@@ -45,6 +87,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None  # None: off; k: the sampled token and the k most likely ones; -1: all
     prompt_logprobs: int | None = None  # same, for the tokens of the prompt
+    grammar: Grammar | None = None
+    thinking_token_budget: int | None = None  # most tokens of thinking, those in the prompt included; None: no limit
+    thinking_token_grace: int = 0  # tokens beyond the budget in which a line may be ended; with budget 0 there is none
+    thinking: Thinking | None = None  # what the two above and `grammar` need to know; None: there is no thinking
 
     def __post_init__(self) -> None:
         """Raises RequestError that names the field: one place for the HTTP API and for LLM."""
@@ -70,6 +116,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), -1)
+        if self.thinking_token_budget is not None:
+            _whole("thinking_token_budget", self.thinking_token_budget, 0)
+        _whole("thinking_token_grace", self.thinking_token_grace, 0)
         if any(not s for s in self.stop):
             raise RequestError("stop must not hold an empty string", "stop")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -85,6 +134,11 @@ class SamplingParams:
     def penalized(self) -> bool:
         """Whether counts of earlier tokens are needed to process the logits."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether thinking may have to be ended."""
+        return self.thinking is not None and self.thinking_token_budget is not None
 
 
 def _between(name: str, value: float, low: float, high: float | None, open_low: bool = False) -> None:
@@ -168,11 +222,12 @@ class Admit:
     """A sequence enters a slot: its sampling parameters go to the device tables, its state is put in place."""
 
     slot: int
+    request_id: str
     params: SamplingParams
     seed: int
     prompt_len: int  # tokens of the prompt (min_tokens and penalties count from here)
     stop_ids: tuple[int, ...]  # ids that would end it; masked until min_tokens are there
-    tokens: list[int]  # known tokens, prompt included, if `params` need their counts; else empty
+    tokens: list[int]  # known tokens, prompt included, if `params` need them (penalties, budget); else empty
     computed: int = 0  # tokens that are cached: the state is that of `source`
     source: int = 0  # slot to copy the state from; 0: zero state
 

@@ -16,8 +16,11 @@ from leyden.errors import ConfigError, LeydenError
 COMMANDS = {
     "serve": ("leyden.cli.serve", "serve a model over HTTP"),
     "chat": ("leyden.cli.chat", "talk to a running server"),
+    "plan": ("leyden.cli.plan", "say what a model needs and what a GPU would hold, without the GPU"),
     "complete": ("leyden.cli.complete", "let a running server continue texts"),
-    "bench": ("leyden.cli.bench", "measure: leyden bench api"),
+    "quantize": ("leyden.quantize.command", "store a model in fewer bits"),
+    "train": ("leyden.train.command", "train a model on conversations"),
+    "bench": ("leyden.cli.bench", "measure: leyden bench api, leyden bench agents"),
 }
 
 

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from leyden.errors import ConfigError
 
 # what -> (module with main(argv) -> exit code, what it measures)
-BENCHES = {"api": ("leyden.bench.api", "what the HTTP server costs per request and per token")}
+BENCHES = {
+    "api": ("leyden.bench.api", "what the HTTP server costs per request and per token"),
+    "agents": ("leyden.bench.agents", "how much of what agents send again is computed again"),
+}
 
 
 def main(argv: Sequence[str]) -> int:

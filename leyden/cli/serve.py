@@ -53,13 +53,13 @@ def run(launch: Launch, started: float) -> int:
 
     check_address(launch.server)
     folder = resolve(launch.engine.model, launch.engine.revision)
-    texts = resolve(launch.tokenizer) if launch.tokenizer else folder
+    texts = resolve(launch.engine.tokenizer) if launch.engine.tokenizer else folder
     tokenizer = Tokenizer.from_folder(texts)
     given = launch.server.chat_template
     template = ChatTemplate(_read(given), tokenizer) if given else ChatTemplate.from_folder(texts, tokenizer)
     defaults = sampling_defaults(launch.engine, folder)
 
-    config = asdict(replace(launch.engine, model=str(folder)))
+    config = asdict(replace(launch.engine, model=str(folder), tokenizer=str(texts)))
     factory = "leyden.server.process:load"
     link = OwnProcess(factory, config, log_level=launch.log_level, log_format=launch.log_format)
     for note in launch.notes(str(link.facts["device"]).partition(":")[0]):

@@ -12,6 +12,7 @@ class EngineConfig:
 
     model: str  # folder of a checkpoint, or a Hugging Face id
     revision: str | None = None
+    tokenizer: str | None = None  # folder of tokenizer and chat template; None: the model's
     device: str = "auto"  # cuda if there is one, else cpu
     dtype: str = "auto"  # of the activations: the checkpoint's, unless float32, bfloat16 or float16 is asked for
     load_format: str = "auto"  # auto, safetensors, dummy

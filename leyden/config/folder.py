@@ -4,19 +4,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+from leyden.config import gguf
 from leyden.errors import CheckpointError
 
 _FILES = ["*.json", "*.jinja", "*.safetensors"]
 
 
 def resolve(model: str | Path, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: `model` itself, or the local copy of a Hugging Face repository, fetched if needed.
+    """The folder of a checkpoint: `model` itself, what a GGUF file amounts to, or the local copy of a Hugging Face
+    repository, fetched if needed.
 
     Raises CheckpointError if there is no such folder and nothing by that name can be had from the hub.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
+    if folder.suffix == ".gguf":
+        return gguf.unpack(folder)
     if folder.is_absolute() or str(model).startswith((".", "~")) or str(model).count("/") != 1:
         raise CheckpointError(f"model {str(model)!r}: no such folder (a Hugging Face id has the form owner/name)")
 

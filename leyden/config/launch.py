@@ -30,7 +30,6 @@ class Launch:
     engine: EngineConfig
     server: ServerConfig
     speculative: dict[str, Any] | None
-    tokenizer: str | None  # folder of tokenizer and chat template; None: the model's
     log_level: str
     log_format: str
     environment: dict[str, str]
@@ -55,7 +54,6 @@ class Launch:
             engine=EngineConfig(**_fields(EngineConfig, values | {"model": model})),
             server=ServerConfig(**_fields(ServerConfig, values)),
             speculative=_speculative(given),
-            tokenizer=values.get("tokenizer"),
             log_level=log.level(values.get("log_level")),
             log_format=values.get("log_format", "text"),
             environment={name: _word(values[dest]) for dest, name in ENVIRONMENT.items() if _says(values.get(dest))},

@@ -46,6 +46,11 @@ class ServerConfig:
     exclude_tools_when_tool_choice_none: bool = False
     reasoning_parser: str | None = "nemotron_v3"  # None: thinking is content
     tool_call_parser: str = "qwen3_coder"
+    tool_strict_level: str | None = None  # function, parameter: enforced for all tools; None, auto: as the request says
+    default_thinking_budget: int | None = None  # tokens of thinking where a request sets no limit; None: no limit
+    default_thinking_grace: int = 0  # tokens beyond a budget in which a line may be ended
+    reasoning_config: dict[str, Any] = field(default_factory=dict)  # reasoning_end_str: what is put in at a budget
+    structured_outputs_config: dict[str, Any] = field(default_factory=dict)  # as in --help
 
     # how it answers
     response_role: str = "assistant"
@@ -81,6 +86,7 @@ class ServerConfig:
             ("shutdown_timeout", 0, None),
             ("ping_interval", 0, None),
             ("max_body_bytes", 1, None),
+            ("default_thinking_grace", 0, None),
             ("max_queued_requests", 0, None),
             ("request_timeout", 0, None),
         ):
@@ -90,6 +96,10 @@ class ServerConfig:
             if value < low or (high is not None and value > high):
                 wanted = f"at least {low}" if high is None else f"between {low} and {high}"
                 raise ConfigError(f"--{_flag(name)} must be {wanted}, got {value}")
+        if self.default_thinking_budget is not None and self.default_thinking_budget < 0:
+            raise ConfigError(f"--default-thinking-budget must be at least 0, got {self.default_thinking_budget}")
+        if not isinstance(end := self.reasoning_config.get("reasoning_end_str", ""), str):
+            raise ConfigError(f"--reasoning-config: reasoning_end_str must be a text, got {end!r}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together: give both or none")
         if self.fingerprint_mode == "custom" and not self.fingerprint_value:

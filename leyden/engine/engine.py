@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,19 +12,25 @@ from leyden.cache.pool import Pool
 from leyden.config.engine import EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
-from leyden.engine.memory import Split, divide, dtype_of
+from leyden.engine.grammar import Allowed, Compiler, Grammars
+from leyden.engine.memory import Split, divide, dtype_of, free
 from leyden.engine.runner import Runner, StepOutput
 from leyden.engine.sampler import Sampler
 from leyden.engine.scheduler import Limits, Scheduler
 from leyden.errors import ConfigError, RequestError
 from leyden.model import checkpoint
 from leyden.model.nemotron import Nemotron
-from leyden.types import Delta, EngineStats, Plan, Request
+from leyden.text.tokenizer import Tokenizer
+from leyden.types import Delta, EngineStats, Plan, Request, Row
 
 logger = log.get(__name__)
 
 # Bytes of weights from which the ops of a step are long enough for threads to share on a CPU.
 _SHARED = 64 * 2**20
+
+
+def _no_tokenizer() -> Tokenizer:
+    raise ConfigError("this engine was made without a tokenizer")
 
 
 class Engine:
@@ -33,7 +40,17 @@ class Engine:
     scheduling) or this step (without) brought.
     """
 
-    def __init__(self, model: Nemotron, split: Split, *, overlap: bool = False, max_logprobs: int = 20, **limits: Any):
+    def __init__(
+        self,
+        model: Nemotron,
+        split: Split,
+        *,
+        tokenizer: Callable[[], Tokenizer] = _no_tokenizer,
+        overlap: bool = False,
+        max_logprobs: int = 20,
+        **limits: Any,
+    ):
+        """`tokenizer` is called when the first request with a grammar comes."""
         shape = split.shape
         device = next(model.parameters()).device
         self.config = model.config
@@ -58,6 +75,8 @@ class Engine:
         )
         pool = Pool(model.config, shape, device)
         self.runner = Runner(model, pool, Sampler(shape.slots, model.config.vocab_size, device))
+        eos = self.config.eos_token_ids
+        self.grammars = Grammars(Compiler(tokenizer, self.config.vocab_size, eos), self.config.vocab_size, eos)
         self._overlap = overlap
         self._launched: tuple[Plan, StepOutput] | None = None
 
@@ -67,6 +86,7 @@ class Engine:
         started = time.monotonic()
         device = _device(config.device)
         folder = resolve(config.model, config.revision)
+        texts = resolve(config.tokenizer) if config.tokenizer else folder
         architecture = ModelConfig.from_folder(folder, config.hf_overrides)
         dtype = dtype_of(config.dtype, getattr(torch, architecture.dtype), "--dtype")
         model = checkpoint.build(architecture, dtype, device)
@@ -80,10 +100,11 @@ class Engine:
             and not os.getenv("OMP_NUM_THREADS")
         ):
             torch.set_num_threads(1)
-        split = divide(config, architecture, dtype, device)
+        split = divide(config, architecture, dtype, device.type, free(config, device))
         engine = cls(
             model.eval().requires_grad_(False),
             split,
+            tokenizer=lambda: Tokenizer.from_folder(texts),
             overlap=device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
             max_logprobs=config.max_logprobs,
             row_tokens=config.long_prefill_token_threshold,
@@ -116,9 +137,14 @@ class Engine:
             "vocab_size": self.config.vocab_size,
         }
 
+    def ready(self, request: Request) -> bool:
+        """Whether submit() would return at once; starts what is needed for that. RequestError as from submit()."""
+        return self.grammars.ready(request)
+
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it can never be served as asked."""
+        """Queue a request, when its grammar is compiled. Raises RequestError if it can never be served as asked."""
         self._validate(request)
+        self.grammars.begin(request)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -133,24 +159,48 @@ class Engine:
     def step(self) -> list[Delta]:
         """Launch a step, commit a step. Async scheduling is nothing but committing one launch late."""
         plan = self.scheduler.plan()
-        out = self.scheduler.drain()
+        out = self._follow(self.scheduler.drain())
         launched = None
         if plan is not None:
+            self.grammars.admit(plan.admits)
             try:
-                launched = (plan, self.runner.run(plan))
-            except torch.AcceleratorError:
-                raise  # the device is in an unknown state: this process is of no more use
+                launched = (plan, self.runner.run(plan, lambda rows: self._allowed(rows, out)))
+            except (torch.AcceleratorError, AssertionError):
+                raise  # the device or our own books are in an unknown state: this process is of no more use
             except Exception as error:
                 logger.exception("a step failed; its %d requests end with an error", len(plan.rows))
-                out += self.scheduler.fail(plan, f"{type(error).__name__} in the engine; see the server's log")
+                message = f"{type(error).__name__} in the engine; see the server's log"
+                out += self._follow(self.scheduler.fail(plan, message))
         if self._overlap:
-            finished, self._launched = self._launched, launched
+            out += self._settle()
+            self._launched = launched
         else:
-            finished = launched
-        if finished is not None:
-            plan, output = finished
-            out += self.scheduler.commit(plan, output.read())
+            self._launched = launched
+            out += self._settle()
         return out
+
+    def _settle(self) -> list[Delta]:
+        """Commit what is launched and not committed. Waits for the device."""
+        if self._launched is None:
+            return []
+        (plan, output), self._launched = self._launched, None
+        return self._follow(self.scheduler.commit(plan, output.read()))
+
+    def _allowed(self, rows: list[Row], out: list[Delta]) -> Allowed | None:
+        """What the grammars of `rows` allow now. That depends on the tokens of the step before: it is committed first,
+        to `out`, while the device is busy with the forward pass of this one. Steps without grammars wait for nothing.
+        """
+        if not self.grammars.concern(rows):
+            return None
+        out += self._settle()
+        return self.grammars.allowed(rows)
+
+    def _follow(self, deltas: list[Delta]) -> list[Delta]:
+        """Tell the grammars what was sampled."""
+        for request_id, reason in self.grammars.follow(deltas).items():
+            logger.warning("%s: %s", request_id, reason)
+            self.scheduler.abort(request_id, error=reason)
+        return deltas
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats()
@@ -176,10 +226,12 @@ class Engine:
         vocab = self.config.vocab_size
         if not all(0 <= token < vocab for token in request.prompt):
             raise RequestError(f"prompt token ids must be between 0 and {vocab - 1}", "prompt")
+        markers = params.thinking.markers if params.thinking is not None else None
         for name, ids in (
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids or ()),
             ("stop_token_ids", params.stop_token_ids),
+            ("thinking", (*markers.ends, *markers.forced, *markers.line_ends) if markers is not None else ()),
         ):
             if bad := [token for token in ids if not 0 <= token < vocab]:
                 raise RequestError(f"{name}: token ids must be between 0 and {vocab - 1}, got {bad[0]}", name)
@@ -187,6 +239,9 @@ class Engine:
             k = getattr(params, name)
             if k is not None and self.max_logprobs >= 0 and not 0 <= k <= self.max_logprobs:
                 raise RequestError(f"{name} must be between 0 and {self.max_logprobs} (--max-logprobs), got {k}", name)
+        if params.grammar is not None and not self.config.eos_token_ids:
+            message = "an answer with a grammar needs an end-of-sequence token, and this model has none"
+            raise RequestError(message, params.grammar.param)
         if self.scheduler.has(request.id):
             raise RequestError(f"a request with the id {request.id!r} is running already", "request_id")
 

@@ -57,8 +57,8 @@ def dtype_of(name: str, auto: torch.dtype, flag: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Split:
-    """Slots for every sequence that may run, the rest for pages; called when the weights are in place.
+def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: str, free: int) -> Split:
+    """Divide `free` bytes on a device of type `device`: slots for every sequence that may run, the rest for pages.
 
     Raises ConfigError with the numbers if not even one sequence of max_model_len fits. Where --max-model-len was not
     given, the model's own limit is lowered to what fits instead.
@@ -68,8 +68,8 @@ def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device:
     ssm_dtype = dtype_of(config.mamba_ssm_cache_dtype, ssm_auto, "--mamba-ssm-cache-dtype")
     page_bytes = Pool.page_bytes(model, config.block_size, kv_dtype)
     slot_bytes = Pool.slot_bytes(model, dtype, ssm_dtype)
-    seqs = config.max_num_seqs or (_CUDA_SEQS if device.type == "cuda" else _CPU_SEQS)
-    budget = config.kv_cache_memory_bytes or _free(config, device)
+    seqs = config.max_num_seqs or (_CUDA_SEQS if device == "cuda" else _CPU_SEQS)
+    budget = config.kv_cache_memory_bytes or free
     wanted_len = config.max_model_len or model.max_position_embeddings
     per_sequence = -(-wanted_len // config.block_size)
 
@@ -78,10 +78,9 @@ def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device:
     left = budget - (seqs + 1) * slot_bytes
     snapshots = 0
     if config.enable_prefix_caching is not False and slot_bytes:
-        snapshots = max(0, min(_SNAPSHOTS * seqs, int(left * _SNAPSHOT_SHARE) // slot_bytes))
+        spare = left - (per_sequence + 1) * page_bytes  # one longest context goes before states to come back to
+        snapshots = max(0, min(_SNAPSHOTS * seqs, int(left * _SNAPSHOT_SHARE) // slot_bytes, spare // slot_bytes))
     room = left - snapshots * slot_bytes
-    if room < (per_sequence + 1) * page_bytes:  # one long context goes before many short ones to come back to
-        snapshots, room = 0, left
     pages = room // page_bytes - 1 if page_bytes else seqs * per_sequence
     fits = pages * config.block_size
     if fits < 1 or (config.max_model_len is not None and fits < wanted_len):
@@ -105,12 +104,22 @@ def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device:
         ssm_dtype=ssm_dtype,
     )
     step = config.max_num_scheduled_tokens or config.max_num_batched_tokens
-    return Split(shape, seqs, step or (_CUDA_STEP if device.type == "cuda" else _CPU_STEP), slot_bytes, page_bytes)
+    return Split(shape, seqs, step or (_CUDA_STEP if device == "cuda" else _CPU_STEP), slot_bytes, page_bytes)
 
 
-def _free(config: EngineConfig, device: torch.device) -> int:
+def free(config: EngineConfig, device: torch.device) -> int:
+    """Bytes for the cache, measured once the weights are in place."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1 - config.gpu_memory_utilization) * total)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(available * _CPU_SHARE)
+        left, total = torch.cuda.mem_get_info(device)
+        return int(left - (1 - config.gpu_memory_utilization) * total)
+    return int(_available() * _CPU_SHARE)
+
+
+def _available() -> int:
+    """Bytes of main memory that programs can have: what is free, and what only caches files."""
+    try:
+        with open("/proc/meminfo") as lines:
+            sizes = dict(line.split(":") for line in lines)
+        return int(sizes["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,6 +1,6 @@
 """Runs one step on the device: apply the plan's diff, forward, sample, commit. Returns before the device is done."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +8,11 @@ from torch import Tensor
 
 from leyden.cache.pool import Pool
 from leyden.engine.batch import build
+from leyden.engine.grammar import Allowed
+from leyden.engine.graphs import Graphs
 from leyden.engine.sampler import Drawn, Sampler
 from leyden.model.nemotron import Nemotron
-from leyden.types import Plan, Sampled, TokenLogprobs
+from leyden.types import Plan, Row, Sampled, TokenLogprobs
 
 
 class Runner:
@@ -20,30 +22,44 @@ class Runner:
         self.model = model
         self.pool = pool
         self.sampler = sampler
+        self.graphs = Graphs(model, pool)
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> "StepOutput":
+    def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None] = lambda rows: None) -> "StepOutput":
+        """`allowed` tells what the rows that sample may go on with; it is asked when the forward pass is under way."""
         self._apply(plan)
         rows = plan.rows
         batch = build(rows, self.pool, self.sampler.last)
-        hidden, _ = self.model(batch.tokens, batch.context)
-        prompt = {}
-        for i, (row, end) in enumerate(zip(rows, _ends(plan), strict=True)):
-            if row.targets:
-                first = end - row.n
-                logits = self.model.logits(hidden[first : first + len(row.targets)])
-                prompt[i] = self.sampler.prompt_logprobs(row, logits)
         sampling = [i for i, row in enumerate(rows) if row.sample]
+        prompt: dict[int, list[TokenLogprobs]] = {}
         drawn = None
-        if sampling:
-            at = torch.tensor(sampling, device=hidden.device)
-            slots, ends = batch.slots[at], batch.ends[at]
-            positions = batch.context.positions[ends].long() + 1
-            drawn = self.sampler.sample([rows[i] for i in sampling], slots, positions, self.model.logits(hidden[ends]))
+        if len(sampling) == len(batch.tokens) and (logits := self.graphs.logits(batch)) is not None:
+            positions = batch.context.positions.long() + 1
+            drawn = self.sampler.sample(rows, batch.slots, positions, logits, allowed(rows))
+        else:
+            hidden, _ = self.model(batch.tokens, batch.context)
+            prompt = self._prompt_logprobs(plan, hidden)
+            if sampling:
+                at = torch.tensor(sampling, device=hidden.device)
+                slots, ends = batch.slots[at], batch.ends[at]
+                positions = batch.context.positions[ends].long() + 1
+                logits = self.model.logits(hidden[ends])
+                rows = [rows[i] for i in sampling]
+                drawn = self.sampler.sample(rows, slots, positions, logits, allowed(rows))
         self.pool.commit(batch.slots, batch.lens)
         if plan.snapshots:
             self.pool.copy_states(*self._columns(plan.snapshots))
-        return StepOutput(len(rows), sampling, drawn, prompt)
+        return StepOutput(len(plan.rows), sampling, drawn, prompt)
+
+    def _prompt_logprobs(self, plan: Plan, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
+        """Of the rows that ask for them."""
+        wanted = {}
+        for i, (row, end) in enumerate(zip(plan.rows, _ends(plan), strict=True)):
+            if row.targets:
+                first = end - row.n
+                logits = self.model.logits(hidden[first : first + len(row.targets)])
+                wanted[i] = self.sampler.prompt_logprobs(row, logits)
+        return wanted
 
     def _apply(self, plan: Plan) -> None:
         pool = self.pool

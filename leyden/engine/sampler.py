@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from leyden import ops
+from leyden.engine.grammar import Allowed
+from leyden.engine.thinking import Budgets
 from leyden.types import Admit, Row, Sampled, TokenLogprobs
 
 _COLUMNS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -29,6 +31,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._budgets = Budgets(slots, vocab_size, device)
         self._floats = torch.zeros(slots, len(_COLUMNS), device=device)
         self._ints = torch.zeros(slots, 2, dtype=torch.int64, device=device)  # top_k, seed
         self._masks: dict[int, _Mask] = {}
@@ -49,9 +52,12 @@ class Sampler:
         self._ints[slots] = torch.tensor(ints, dtype=torch.int64, device=self._device)
         for a in admits:
             self._admit_one(a)
+        self._budgets.admit(admits)
 
     def _admit_one(self, a: Admit) -> None:
         params, slot = a.params, a.slot
+        if a.tokens:
+            self.last[slot] = a.tokens[-1]
         for table, value in ((self._logprobs, params.logprobs), (self._prompt_logprobs, params.prompt_logprobs)):
             table.pop(slot, None)
             if value is not None:
@@ -81,16 +87,21 @@ class Sampler:
         self._seen[a.slot] = False
         self._seen[a.slot, known] = True
 
-    def sample(self, rows: list[Row], slots: Tensor, positions: Tensor, logits: Tensor) -> "Drawn":
+    def sample(
+        self, rows: list[Row], slots: Tensor, positions: Tensor, logits: Tensor, allowed: Allowed | None = None
+    ) -> "Drawn":
         """Sample one token for each of `rows`.
 
         slots int64 [S]; positions int64 [S]: where the sampled token will stand; logits fp32 [S, V], left as they are.
         """
         raw = logits
         logits = self._adjust(rows, slots, positions, logits)
+        if allowed is not None:
+            logits = _constrain(raw, logits, allowed)
         temperature, top_p, min_p = self._floats[slots, :3].unbind(-1)
         top_k, seed = self._ints[slots].unbind(-1)
         tokens = ops.sample(logits, temperature, top_k, top_p, min_p, seed, positions)
+        tokens = self._budgets.apply(rows, slots, positions, self.last[slots], tokens)
         self.last[slots] = tokens
         counted = [i for i, row in enumerate(rows) if row.slot in self._penalized]
         if counted and self._counts is not None and self._seen is not None:
@@ -129,6 +140,20 @@ class Sampler:
         k = self._prompt_logprobs[row.slot]
         targets = torch.tensor(row.targets, device=self._device)
         return _entries(row.targets, [k] * len(row.targets), ops.logprobs(logits, targets, k))
+
+
+def _constrain(raw: Tensor, logits: Tensor, allowed: Allowed) -> Tensor:
+    """Close what a grammar does not allow. If the request's other wishes have closed all the rest, they do not count.
+
+    raw, logits  fp32 [S, V], before and after those wishes
+    """
+    at = allowed.rows
+    closed = ~allowed.unpack(logits.shape[1], logits.device)
+    wanted = logits[at].masked_fill(closed, float("-inf"))
+    nothing = wanted.amax(-1, keepdim=True) == float("-inf")
+    logits = logits.clone() if logits is raw else logits
+    logits[at] = torch.where(nothing, raw[at].masked_fill(closed, float("-inf")), wanted)
+    return logits
 
 
 @dataclass(slots=True)

@@ -105,11 +105,15 @@ class Scheduler:
         self._by_id[request.id] = sequence
         heapq.heappush(self.waiting, (sequence.order, sequence))
 
-    def abort(self, request_id: str) -> None:
-        """Forget a request now; what a launched step brings for it is dropped. Unknown ids are ignored."""
+    def abort(self, request_id: str, error: str | None = None) -> None:
+        """Forget a request now, because of an error if there is one. What a launched step brings for it is dropped.
+
+        Unknown ids are ignored.
+        """
         sequence = self._by_id.get(request_id)
         if sequence is not None:
-            self._out.append(self._finish(sequence, Delta(request_id=request_id, finish_reason="abort")))
+            delta = Delta(request_id=request_id, finish_reason="error" if error else "abort", error=error)
+            self._out.append(self._finish(sequence, delta))
 
     def has(self, request_id: str) -> bool:
         return request_id in self._by_id
@@ -222,11 +226,12 @@ class Scheduler:
         plan.admits.append(
             Admit(
                 slot=slot,
+                request_id=request.id,
                 params=params,
                 seed=sequence.seed,
                 prompt_len=sequence.prompt_len,
                 stop_ids=tuple(sorted(sequence.stop_ids)),
-                tokens=list(sequence.tokens) if params.penalized else [],
+                tokens=list(sequence.tokens) if params.penalized or params.budgeted else [],
                 computed=hit.length,
                 source=hit.snapshot.slot if hit.snapshot is not None else 0,
             )
@@ -336,7 +341,9 @@ class Scheduler:
         sequence.tokens.append(token)
         self._stats.generated_tokens += 1
         generated = len(sequence.tokens) - sequence.prompt_len
-        if token in sequence.stop_ids and generated > request.params.min_tokens:
+        # a grammar that is through lets nothing but the end follow, however short the answer is
+        enough = generated > request.params.min_tokens or request.params.grammar is not None
+        if token in sequence.stop_ids and enough:
             named = token != self.quiet_eos or token in request.params.stop_token_ids
             delta.finish_reason, delta.stop_reason = "stop", token if named else None
         elif len(sequence.tokens) >= sequence.limit:

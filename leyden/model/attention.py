@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from leyden import ops
 from leyden.config.model import ModelConfig
 from leyden.formats import Weight
-from leyden.model.context import Context
+from leyden.model.context import Context, joined
 
 
 class Attention(nn.Module):
@@ -19,6 +19,7 @@ class Attention(nn.Module):
         self.k_proj = Weight(config.num_key_value_heads * self.head_dim, hidden, dtype=dtype)
         self.v_proj = Weight(config.num_key_value_heads * self.head_dim, hidden, dtype=dtype)
         self.o_proj = Weight(hidden, config.num_attention_heads * self.head_dim, dtype=dtype)
+        self.k_scale = self.v_scale = 1.0  # of an fp8 cache, which holds k / k_scale
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         """x [T, H] -> [T, H]; the rows' keys and values go into their pages."""
@@ -34,4 +35,4 @@ class Attention(nn.Module):
                 mixed.append(ops.attention(q[span], cache, rows))
             else:
                 mixed.append(ops.attention_packed(q[span], k[span], v[span], rows))
-        return ops.linear(torch.cat(mixed).flatten(-2), self.o_proj)
+        return ops.linear(joined(mixed).flatten(-2), self.o_proj)

@@ -6,132 +6,175 @@
     save      network -> folder, in the layout of the releases (transformers reads it)
     dummy     random values by recipe, for measurements without weights
 
-Names are the same on both sides, but for three things. Files may write the prefix `backbone.` as `model.` (and put
-`language_model.` before everything); files hold every expert by itself, `experts.7.up_proj.weight`, or, as transformers
-has them in memory, stacked under `experts.up_proj`; the network always stacks them, as `experts.up_proj.weight`.
+adopt, misfits and fill are the steps of load, for networks that are no Nemotron (drafters).
+
+Names are the same on both sides, as far as leyden.model.stored has not seen to it, but for the experts: files hold
+every one by itself, `experts.7.up_proj.weight`, or stacked, and the network stacks them.
 
 Names and shapes are strict: whatever is missing, unexpected or of another shape is listed, before any weight is read.
-Dtypes are not: BF16, F16 and F32 are converted to the parameter's own. Refused so far: quantised checkpoints.
+Dtypes are not: BF16, F16 and F32 are converted to the parameter's own. Matrices stay in the format in which the files
+hold them, each its own; what config.json says about that is compared.
 """
 
 import re
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from json import dumps
-from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from leyden.config.folder import read_json, resolve
+from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
 from leyden.errors import CheckpointError
+from leyden.formats import Dense, Weight
+from leyden.formats.nvfp4 import NVFP4
+from leyden.formats.scheme import Scheme, describe, held_as
 from leyden.log import get
+from leyden.model.attention import Attention
 from leyden.model.nemotron import Nemotron
+from leyden.model.stored import DTYPES, FLOATS, INDEX, Stored, named, opened, read, stored_tensors
 
-__all__ = ["build", "dummy", "load", "resolve", "save"]
+__all__ = ["Stored", "build", "dummy", "load", "resolve", "save", "stored_tensors"]
 
 log = get(__name__)
 
-_INDEX = "model.safetensors.index.json"
-_FLOATS = {"BF16": 2, "F16": 2, "F32": 4}  # dtypes of plain tensors, as safetensors calls them -> bytes
 _READERS = 8  # threads; one cannot keep a fast disk or a page cache busy
 _CHUNK = 1 << 22  # random values made at a time
 
-# tensors of real files that a network of plain weights has no use for
-_UNUSED = re.compile(r"\.(input_scale|k_scale|v_scale|kv_scale|inv_freq)$")
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """One tensor of a checkpoint's files."""
-
-    file: Path
-    name: str  # as the file has it
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * _FLOATS[self.dtype]
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_CACHE_SCALE = re.compile(r"(?P<mixer>.*\.mixer)\.(k_proj\.|v_proj\.|attn\.)?(?P<which>k|v|kv)_scale")
+# tensors of real files that have no place here: scales of activations where the format keeps none, rotary tables
+_UNUSED = re.compile(r"\.(input_scale|inv_freq)$")
 
 
 def build(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", mtp: bool = False) -> Nemotron:
-    """The network on `device`, its parameters allocated but not filled: load or dummy does that."""
-    return Nemotron(config, dtype, device, mtp)
+    """The network on `device`, its parameters allocated but not filled: load or dummy does that.
+
+    Matrices have the formats that config.quantization names; load changes what the files hold otherwise.
+    """
+    model = Nemotron(config, dtype, "meta", mtp)
+    scheme = Scheme(config.quantization)
+    for name, weight in matrices(model):
+        if (format := scheme.format_of(each(name, weight)[0])) != Dense():
+            weight.allot(format, torch.device("meta"))
+    return model.to_empty(device=device)
 
 
 def load(model: Nemotron, folder: Path, device: torch.device | str = "cpu", progress: bool = True) -> None:
     """Fill every parameter of `model` from the files of `folder`; `device` is where a model built on meta goes.
 
     Shards are read side by side, each tensor straight into its parameter. With `progress`, a bar of bytes on stderr.
-    Raises CheckpointError that lists what is missing, unexpected, of another shape or of a dtype that is no float.
+    Raises CheckpointError that lists what is missing, unexpected, of another shape or of a dtype that does not fit.
     """
     started = time.monotonic()
-    plan = _match(model, folder)
+    plan = match(model, folder)
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
-    targets = _addresses(model)
-    shards = [list(group) for _, group in groupby(plan, key=lambda stored: stored.file)]
-    total = sum(stored.bytes for stored in plan)
+    total = fill(_addresses(model), plan, progress)
+    log.info("loaded %.2f GiB of weights in %.1f s", total / 2**30, time.monotonic() - started)
+    _compare(model, folder)
+
+
+def fill(targets: Mapping[str, Tensor], files: Mapping[str, Stored], progress: bool = True) -> int:
+    """Read `files` into the `targets` of the same names; returns the bytes. Files are read side by side."""
+    groups = [list(group) for _, group in groupby(files.items(), key=lambda entry: entry[1].file)]
+    total = sum(stored.bytes for stored in files.values())
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar,
         ThreadPoolExecutor(_READERS) as readers,
     ):
 
-        def read(shard: list[_Stored]) -> None:
-            with safe_open(shard[0].file, framework="pt") as file:
-                for stored in shard:
-                    targets[_canonical(stored.name)].copy_(file.get_tensor(stored.name))
+        def read_all(group: list[tuple[str, Stored]]) -> None:
+            with opened(group[0][1].file) as file:
+                for name, stored in group:
+                    target = targets[name]
+                    target.copy_(stored.read(file).reshape(target.shape))
                     bar.update(stored.bytes)
 
-        list(readers.map(read, shards))
-    log.info("loaded %.2f GiB of weights in %.1f s", total / 2**30, time.monotonic() - started)
+        list(readers.map(read_all, groups))
+    return total
+
+
+def adopt(network: nn.Module, files: Mapping[str, Stored]) -> None:
+    """Give every matrix of `network` the format in which `files` hold it; they go by the names of the parameters."""
+    weights = dict(matrices(network))
+    held: dict[str, dict[str, dict[str, Stored]]] = defaultdict(lambda: defaultdict(dict))
+    for name, stored in files.items():
+        matrix, _, leaf = name.rpartition(".")
+        owner = _EXPERT.sub(".experts.", matrix)
+        if owner in weights:
+            held[owner][matrix][leaf] = stored
+    for owner, members in held.items():
+        weight = weights[owner]
+        one, *others = members.values()
+        shared = {leaf: stored for leaf, stored in one.items() if all(leaf in other for other in others)}
+        format = held_as(shared, weight.shape)
+        if format != weight.format:
+            weight.allot(format, next(weight.parameters()).device)
 
 
 def save(model: Nemotron, folder: Path, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write config.json and the weights as the releases have them: `backbone.`, every expert by itself, shards.
 
     Parameters are written as they are in memory, so loading them again gives the same bits; A_log, D, dt_bias and the
-    router are F32 there. Weights of an earlier save in `folder` are removed; other files stay.
+    router are F32 there. Weights of an earlier save in `folder` are removed; other files stay. ConfigError if a
+    matrix is in a format that such files do not have.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    shards: list[dict[str, Tensor]] = [{}]
-    room = max_shard_bytes
-    tensors = dict(_tensors(model))
+    scales = dict(cache_scales(model))
+    held = {matrix: weight.format for name, weight in matrices(model) for matrix in each(name, weight)}
+    quantization = describe(held, fp8_cache=bool(scales) or Scheme(model.config.quantization).fp8_cache)
+    tensors = dict(tensors_of(model)) | scales
     if model.config.tie_word_embeddings:  # transformers does not tie the embeddings of this family: it wants both
         tensors["lm_head.weight"] = tensors["backbone.embeddings.weight"].clone()
-    for name, tensor in tensors.items():
-        if tensor.nbytes > room and shards[-1]:
-            shards.append({})
-            room = max_shard_bytes
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
 
-    count = len(shards)
-    files = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    files = files if count > 1 else ["model.safetensors"]
-    for stale in {*folder.glob("model*.safetensors"), folder / _INDEX}:
-        stale.unlink(missing_ok=True)
-    for file, shard in zip(files, shards, strict=True):
-        save_file({name: tensor.cpu() for name, tensor in shard.items()}, folder / file, metadata={"format": "pt"})
-    if count > 1:
-        size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        _write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_weights(folder)
+    files = shards([[name] for name in tensors], sizes, max_shard_bytes)
+    for file, names in files.items():
+        save_file({name: tensors[name].cpu() for name in names}, folder / file, metadata={"format": "pt"})
+    write_index(folder, files, sizes)
     dtype = str(model.backbone.embeddings.dtype).removeprefix("torch.")
     steps = int(model.mtp is not None)
-    config = replace(model.config, dtype=dtype, num_nextn_predict_layers=steps, quantization=None)
-    _write_json(folder / "config.json", config.to_dict())
+    config = replace(model.config, dtype=dtype, num_nextn_predict_layers=steps, quantization=quantization)
+    write_json(folder / "config.json", config.to_dict())
+
+
+def shards(groups: Iterable[Sequence[str]], sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """File -> the tensors that go into it, in their order: as many as fit into `limit` bytes, and no group in two."""
+    parts: list[list[str]] = [[]]
+    room = limit
+    for group in groups:
+        size = sum(sizes[name] for name in group)
+        if size > room and parts[-1]:
+            parts.append([])
+            room = limit
+        parts[-1] += group
+        room -= size
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, 1)}
+
+
+def write_index(folder: Path, files: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> None:
+    """The index of several shards; nothing for a single one."""
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+
+
+def remove_weights(folder: Path) -> None:
+    for stale in {*folder.glob("model*.safetensors"), folder / INDEX}:
+        stale.unlink(missing_ok=True)
 
 
 @torch.no_grad()
@@ -141,11 +184,21 @@ def dummy(model: Nemotron, seed: int = 0) -> None:
     Embeddings U(-1.73, 1.73); projections back into the residual stream U(-0.0035, 0.0035); other matrices and the
     convolution U(-0.035, 0.035); A U(-16, -1); dt_bias U(-6, -2); norms and D 1; router bias 0. A token's own embedding
     so dominates its residual stream, and benchmarks of random weights load the experts as a trained model does.
+    NVFP4: random codes, block scales U(0.25, 1), scale of the matrix 0.01, and 0.001 for those back into the stream.
+    Other formats hold the rounded values.
 
     Every tensor has a seed of its own, from `seed` and its name. The same device gives the same values, in any dtype.
     """
+    quantised = {name: weight for name, weight in matrices(model) if weight.format != Dense()}
+    for name, weight in quantised.items():
+        first = next(weight.parameters())
+        _dummy_quantised(
+            weight, _bound(name), torch.Generator(first.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        )
     for name, parameter in model.named_parameters():
         module, _, leaf = name.rpartition(".")
+        if module in quantised:
+            continue
         random = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         if leaf == "A_log":
             _uniform(parameter, 1, 16, random)
@@ -157,9 +210,28 @@ def dummy(model: Nemotron, seed: int = 0) -> None:
         elif leaf == "e_score_correction_bias":
             parameter.zero_()
         else:
-            outward = module.endswith(("out_proj", "o_proj", "down_proj"))
-            bound = 1.73 if module.endswith("embeddings") else 0.0035 if outward else 0.035
-            _uniform(parameter, -bound, bound, random)
+            _uniform(parameter, -_bound(module), _bound(module), random)
+
+
+def _bound(module: str) -> float:
+    outward = module.endswith(("out_proj", "o_proj", "down_proj"))
+    return 1.73 if module.endswith("embeddings") else 0.0035 if outward else 0.035
+
+
+def _dummy_quantised(weight: Weight, bound: float, random: torch.Generator) -> None:
+    tensors = dict(weight.named_parameters())
+    if isinstance(weight.format, NVFP4):
+        tensors["weight"].random_(0, 256, generator=random)
+        _uniform(tensors["weight_scale"], 0.25, 1, random)
+        tensors["weight_scale_2"].fill_(bound / 3.5)
+        if "input_scale" in tensors:
+            tensors["input_scale"].fill_(1)
+        return
+    matrices = weight.shape[0] if len(weight.shape) == 3 else 1
+    for i in range(matrices):
+        values = torch.empty(weight.shape[-2:], device=random.device).uniform_(-bound, bound, generator=random)
+        for name, tensor in weight.format.quantize(values).items():
+            (tensors[name][i] if len(weight.shape) == 3 else tensors[name]).copy_(tensor)
 
 
 def _uniform(tensor: Tensor, low: float, high: float, random: torch.Generator) -> None:
@@ -168,7 +240,18 @@ def _uniform(tensor: Tensor, low: float, high: float, random: torch.Generator) -
         part.copy_(values.uniform_(low, high, generator=random))
 
 
-def _tensors(model: Nemotron) -> Iterator[tuple[str, Tensor]]:
+def matrices(network: nn.Module) -> Iterator[tuple[str, Weight]]:
+    return ((name, module) for name, module in network.named_modules() if isinstance(module, Weight))
+
+
+def each(name: str, weight: Weight) -> list[str]:
+    """The names in files of a matrix, or of those of a stack."""
+    if len(weight.shape) == 2:
+        return [name]
+    return [name.replace(".experts.", f".experts.{i}.") for i in range(weight.shape[0])]
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name in a file, the memory behind it) of everything in `model`; experts one by one."""
     for name, parameter in model.named_parameters():
         if ".experts." in name:
@@ -181,104 +264,88 @@ def _tensors(model: Nemotron) -> Iterator[tuple[str, Tensor]]:
 def _addresses(model: Nemotron) -> dict[str, Tensor]:
     """What a file's tensor fills, by its canonical name: every tensor, and the stacks of experts as a whole."""
     whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return whole | dict(_tensors(model))
+    return whole | dict(tensors_of(model))
 
 
-def _canonical(name: str) -> str:
-    """A file's name for a tensor as it is used here."""
-    name = name.removeprefix("language_model.")
-    if name.startswith("model."):
-        name = "backbone." + name.removeprefix("model.")
-    return name + ".weight" if name.endswith((".experts.up_proj", ".experts.down_proj")) else name
+def cache_scales(model: Nemotron) -> Iterator[tuple[str, Tensor]]:
+    """Those of an fp8 cache, if the checkpoint had any."""
+    for name, module in model.named_modules():
+        if isinstance(module, Attention) and (module.k_scale, module.v_scale) != (1.0, 1.0):
+            yield f"{name}.k_proj.k_scale", torch.tensor([module.k_scale])
+            yield f"{name}.v_proj.v_scale", torch.tensor([module.v_scale])
 
 
-def _match(model: Nemotron, folder: Path) -> list[_Stored]:
-    """The tensors of `folder` that fill `model`, file by file, after checking that they fit it exactly."""
-    addresses = _addresses(model)
-    fit: dict[str, _Stored] = {}
-    heads: list[_Stored] = []
+def match(model: Nemotron, folder: Path) -> dict[str, Stored]:
+    """Name here -> tensor of `folder`, of all that fill `model`, file by file; they are known to fit it exactly.
+
+    The matrices get the formats of the files, and attention layers their scales of the cache.
+    """
     problems: dict[str, list[str]] = defaultdict(list)
-    for stored in _stored(folder):
-        name = _canonical(stored.name)
-        if name not in addresses:
-            if name == "lm_head.weight":  # tied
-                heads.append(stored)
-            elif not (_UNUSED.search(name) or (name.startswith("mtp.") and model.mtp is None)):
-                problems["unexpected"].append(stored.name)
+    files: dict[str, Stored] = {}
+    for name, stored in named(folder):
+        if name.startswith("mtp.") and model.mtp is None:
             continue
-        if name in fit:
-            problems["twice"].append(f"{stored.name} in {fit[name].file.name} and {stored.file.name}")
-        fit[name] = stored
-        shape = tuple(addresses[name].shape)
-        if stored.shape != shape:
-            problems["wrong shape"].append(f"{stored.name} {list(stored.shape)}, expected {list(shape)}")
-        if stored.dtype not in _FLOATS:
-            problems["wrong dtype"].append(f"{stored.name} {stored.dtype}, expected {', '.join(_FLOATS)}")
-    stacked = re.compile(r"\.experts\.\d+\.")
-    problems["missing"] = [n for n, _ in _tensors(model) if n not in fit and stacked.sub(".experts.", n) not in fit]
+        if name in files:
+            problems["twice"].append(f"{stored.name} in {files[name].file.name} and {stored.file.name}")
+        files[name] = stored
+    adopt(model, files)
+    addresses = _addresses(model)
+    attention = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
+    plan: dict[str, Stored] = {}
+    for name, stored in files.items():
+        if (target := addresses.get(name)) is not None:
+            plan[name] = stored
+            for kind, problem in misfits(name, stored, target):
+                problems[kind].append(problem)
+        elif (scale := _CACHE_SCALE.fullmatch(name)) and scale["mixer"] in attention:
+            for which in scale["which"]:
+                setattr(attention[scale["mixer"]], f"{which}_scale", float(read(stored)))
+        elif not (_UNUSED.search(name) or (name == "lm_head.weight" and model.config.tie_word_embeddings)):
+            problems["unexpected"].append(stored.name)
+    problems["missing"] = [n for n, _ in tensors_of(model) if not {n, _EXPERT.sub(".experts.", n)} & plan.keys()]
     if any(problems.values()):
-        lines = [f"  {kind} ({len(names)}): {_some(names)}" for kind, names in problems.items() if names]
+        lines = [f"  {kind} ({len(names)}): {some(names)}" for kind, names in problems.items() if names]
         raise CheckpointError("\n".join([f"{folder}: the weights do not fit config.json", *lines]))
-    for head in heads:
-        if not torch.equal(_read(head), _read(fit["backbone.embeddings.weight"])):
-            raise CheckpointError(
-                f"{folder}: tie_word_embeddings is true, but {head.name} is not equal to the embeddings; set it false"
-                " in config.json to use both, or remove the tensor"
-            )
-    return list(fit.values())
+    head = files.get("lm_head.weight") if model.config.tie_word_embeddings else None
+    if head and not torch.equal(read(head), read(plan["backbone.embeddings.weight"])):
+        raise CheckpointError(
+            f"{folder}: tie_word_embeddings is true, but {head.name} is not equal to the embeddings; set it false"
+            " in config.json to use both, or remove the tensor"
+        )
+    return plan
 
 
-def _read(stored: _Stored) -> Tensor:
-    with safe_open(stored.file, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(stored.name)
-    return tensor
+def misfits(name: str, stored: Stored, target: Tensor) -> Iterator[tuple[str, str]]:
+    """("wrong shape" or "wrong dtype", how) of a file's tensor for a parameter. Floats are as good as each other."""
+    if _trimmed(name, stored.shape) != _trimmed(name, target.shape):
+        yield "wrong shape", f"{stored.name} {list(stored.shape)}, expected {list(target.shape)}"
+    floats = target.dtype in FLOATS.values()
+    if DTYPES.get(stored.dtype) not in (FLOATS.values() if floats else [target.dtype]):
+        accepted = ", ".join(FLOATS) if floats else next(d for d in DTYPES if DTYPES[d] == target.dtype)
+        yield "wrong dtype", f"{stored.name} {stored.dtype}, expected {accepted}"
 
 
-def _stored(folder: Path) -> list[_Stored]:
-    """What the headers of the files of `folder` say, file by file; no weight is read."""
-    index = folder / _INDEX
-    if index.exists():
-        files = sorted({folder / str(file) for file in read_json(index).get("weight_map", {}).values()})
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder}: no {_INDEX} and no *.safetensors files; other weight formats are not read")
-    found = []
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as header:
-                for name in header.keys():  # noqa: SIM118 (not a dict)
-                    tensor = header.get_slice(name)
-                    found.append(_Stored(file, name, tuple(tensor.get_shape()), tensor.get_dtype()))
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{file}: no such file, but {_INDEX} names it; the download is not complete"
-            ) from None
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: damaged, or no safetensors file ({error}); fetch it again") from error
-    _refuse_quantised(folder, found)
-    return found
+def _trimmed(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape as it is compared: scales may be [] or [1], [N] or [N, 1], and have ones between their dimensions."""
+    return tuple(size for size in shape if size != 1) if name.endswith(("scale", "scale_2")) else tuple(shape)
 
 
-def _refuse_quantised(folder: Path, found: Iterable[_Stored]) -> None:
-    dtypes = {stored.name: stored.dtype for stored in found}
-    for name, dtype in dtypes.items():
-        match name.rpartition(".")[2], dtype:
-            case "weight_packed", _:
-                kind = "compressed-tensors"
-            case "weight", "U8":
-                kind = "NVFP4"
-            case "weight", "F8_E4M3":
-                kind = "MXFP8" if dtypes.get(f"{name}_scale") == "U8" else "FP8"
-            case _:
-                continue
-        raise CheckpointError(f"{folder}: quantised checkpoints of kind {kind} are not supported yet (found {name})")
+def _compare(model: Nemotron, folder: Path) -> None:
+    """Say where the files differ from what config.json says of their formats; the files count."""
+    scheme = Scheme(model.config.quantization)
+    odd = [
+        f"{name} is {weight.format.name}, not {promised}"
+        for name, weight in matrices(model)
+        if (promised := scheme.format_of(each(name, weight)[0]).name) != weight.format.name
+    ]
+    if odd:
+        log.warning("%s: %d matrices are not stored as config.json says: %s", folder, len(odd), some(odd, 3))
 
 
-def _some(names: list[str], limit: int = 10) -> str:
+def some(names: list[str], limit: int = 10) -> str:
     rest = f", and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest
 
 
-def _write_json(path: Path, content: dict[str, object]) -> None:
+def write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(dumps(content, indent=2) + "\n", encoding="utf-8")

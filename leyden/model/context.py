@@ -28,7 +28,8 @@ class Context:
         """Whole sequences side by side, without a cache: training and oracles."""
         none = _rows([], device)
         rows = _rows(lens, device)
-        positions = torch.cat([torch.arange(n, dtype=torch.int32, device=device) for n in lens])
+        first = rows.starts[:-1].repeat_interleave(rows.starts.diff(), output_size=rows.tokens)
+        positions = torch.arange(rows.tokens, dtype=torch.int32, device=device) - first
         return cls(narrow=none, wide=rows, positions=positions)
 
     def parts(self) -> list[tuple[slice, Rows, bool]]:
@@ -38,6 +39,11 @@ class Context:
         return [part for part in both if part[1].lens]
 
 
+def joined(parts: list[Tensor]) -> Tensor:
+    """The results of the parts as one [T, ...] tensor; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _rows(lens: list[int], device: torch.device | str) -> Rows:
-    starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(device, non_blocking=True)
     return Rows(lens=tuple(lens), starts=starts, past=torch.zeros(len(lens), dtype=torch.int32, device=device))

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from leyden import ops
 from leyden.config.model import ModelConfig
 from leyden.formats import Weight
-from leyden.model.context import Context
+from leyden.model.context import Context, joined
 from leyden.model.layers import RMSNorm
 from leyden.ops.rows import Rows
 
@@ -47,7 +47,7 @@ class Mamba(nn.Module):
             (self._step if narrow else self._scan)(projected[span], conv, ssm, rows)
             for span, rows, narrow in ctx.parts()
         ]
-        return ops.linear(torch.cat(mixed), self.out_proj)
+        return ops.linear(joined(mixed), self.out_proj)
 
     def _step(self, projected: Tensor, conv: Tensor | None, ssm: Tensor | None, rows: Rows) -> Tensor:
         return ops.mamba_step(

@@ -47,11 +47,14 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
         """x [T, H] -> [T, H]; tokens do not see each other, so the context does not matter."""
         ids, weights = self.route(x)
+        up, down, shared = self.experts.up_proj, self.experts.down_proj, self.shared_experts
+        if self.fc1_latent_proj is None and shared is not None:
+            return ops.moe(x, ids, weights, up, down, shared.up_proj, shared.down_proj)
         routed = x if self.fc1_latent_proj is None else ops.linear(x, self.fc1_latent_proj)
-        routed = ops.experts(routed, ids, weights, self.experts.up_proj, self.experts.down_proj)
+        routed = ops.experts(routed, ids, weights, up, down)
         if self.fc2_latent_proj is not None:
             routed = ops.linear(routed, self.fc2_latent_proj)
-        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+        return routed if shared is None else routed + shared(x)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(ids [T, k], weights fp32 [T, k]) of the experts chosen for each row of x [T, H]."""

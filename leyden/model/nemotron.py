@@ -112,7 +112,7 @@ class Nemotron(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> fp32 [..., V]"""
-        return ops.linear(hidden, self.lm_head).float()
+        return ops.linear(hidden, self.lm_head, torch.float32)
 
 
 def _through(

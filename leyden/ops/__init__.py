@@ -8,19 +8,31 @@ means zeros before and nothing after. Rows with slot 0 are padding: their result
     embed(tokens[T], weight: Weight[V,H]) -> [T,H]
     rms_norm(x[T,H], weight[H], eps) -> [T,H]                        fp32 inside, weight in fp32, rounded once
     add_rms_norm(x[T,H], residual[T,H], weight[H], eps) -> ([T,H], [T,H])    (norm of the sum, the sum)
-    linear(x[T,K], weight: Weight[N,K]) -> [T,N]
+    linear(x[T,K], weight: Weight[N,K], dtype=None) -> [T,N]         in dtype, if not that of x
     mlp(x[T,K], up: Weight[I,K], down: Weight[N,I]) -> [T,N]         down(relu(up x)^2)
     route(x[T,H], gate[E,H], bias[E], k, groups, kept, normalize, scale) -> (ids[T,k] int64, weights[T,k] fp32)
     experts(x[T,K], ids[T,k], weights[T,k], up: Weight[E,I,K], down: Weight[E,N,I]) -> [T,N]
+    moe(x[T,K], ids, weights, up, down, shared_up: Weight[S,K], shared_down: Weight[N,S]) -> [T,N]
+                                                                    experts(x, ...) + mlp(x, shared_up, shared_down)
     causal_conv(x[T,C], weight[C,K], bias[C]|None, state[S,K-1,C]|None, rows) -> [T,C]    SiLU included
     ssd_scan(x[T,heads,dim], dt[T,heads], B[T,G,N], C[T,G,N], A_log[heads], D[heads], dt_bias[heads], dt_limit, chunk,
              state[S,heads,dim,N]|None, rows) -> y[T,heads,dim]      rows of any length
     gated_norm(y[T,I], z[T,I], weight[I], groups, eps) -> [T,I]      gate first, then RMSNorm of each group
     mamba_step(projected[R,I+C+heads], conv_weight[C,K], conv_bias[C]|None, A_log, D, dt_bias, dt_limit, norm_weight[I],
                groups, eps, conv_state, ssm_state, rows) -> [R,I]    rows of one token: the four steps above in one
+    mamba_verify(as mamba_step, but ring[S,W,C+heads] before rows) -> [T,I]    rows of up to W tokens; states untouched
+    mamba_replay(conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state, ring, slots[R],
+                 past[R], counts[R])    states move over the first tokens in the ring
     kv_write(k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows)
     attention(q[T,heads,dim], cache[2,pages,page,kv,dim], rows) -> [T,heads,dim]    causal, the rows' own keys included
     attention_packed(q[T,heads,dim], k[T,kv,dim], v[T,kv,dim], rows) -> [T,heads,dim]    the same without a cache
+    rotate(x[...,heads,dim], cos[...,dim/2], sin[...,dim/2]) -> [...,heads,dim]    rotary embedding in halves
+    swiglu(x[...,K], gate: Weight[I,K], up: Weight[I,K], down: Weight[N,I]) -> [...,N]    down(silu(gate x) * up x)
+    block_attention(q[T,heads,dim], k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows, causal, window,
+                    sinks[heads]|None) -> [T,heads,dim]    a drafter's blocks over the cache before them and themselves
+    block_attention_packed(q[S,M,W,heads,dim], k[S,M,W,kv,dim], v[S,M,W,kv,dim], context_k[S,L,kv,dim],
+                           context_v[S,L,kv,dim], anchors[S,M], causal, window, sinks) -> [S,M,W,heads,dim]    the same
+                           without a cache
     penalize(logits[R,V] fp32, counts[R,V], seen[R,V], presence[R], frequency[R], repetition[R]) -> [R,V]
     sample(logits[R,V] fp32, temperature[R], top_k[R], top_p[R], min_p[R], seed[R], position[R]) -> ids[R] int64
     logprobs(logits[R,V] fp32, ids[R], k) -> (own[R], rank[R], top ids[R,k], top[R,k])
@@ -29,14 +41,15 @@ With states and caches left out every op is differentiable (training runs the sa
 """
 
 from leyden.ops.reference import attention as _attention
+from leyden.ops.reference import draft as _draft
 from leyden.ops.reference import linear as _linear
 from leyden.ops.reference import mamba as _mamba
 from leyden.ops.reference import moe as _moe
 from leyden.ops.reference import norm as _norm
 from leyden.ops.reference import sample as _sample
-from leyden.ops.registry import Op, using
+from leyden.ops.registry import Op, forced, using, watching
 
-__all__ = ["Op", "using"]
+__all__ = ["Op", "forced", "using", "watching"]
 
 embed = Op(_linear.embed)
 rms_norm = Op(_norm.rms_norm)
@@ -45,13 +58,20 @@ linear = Op(_linear.linear)
 mlp = Op(_linear.mlp)
 route = Op(_moe.route)
 experts = Op(_moe.experts)
+moe = Op(_moe.moe)
 causal_conv = Op(_mamba.causal_conv)
 ssd_scan = Op(_mamba.ssd_scan)
 gated_norm = Op(_norm.gated_norm)
 mamba_step = Op(_mamba.mamba_step)
+mamba_verify = Op(_mamba.mamba_verify)
+mamba_replay = Op(_mamba.mamba_replay)
 kv_write = Op(_attention.kv_write)
 attention = Op(_attention.attention)
 attention_packed = Op(_attention.attention_packed)
+rotate = Op(_draft.rotate)
+swiglu = Op(_draft.swiglu)
+block_attention = Op(_draft.block_attention)
+block_attention_packed = Op(_draft.block_attention_packed)
 penalize = Op(_sample.penalize)
 sample = Op(_sample.sample)
 logprobs = Op(_sample.logprobs)

@@ -5,18 +5,22 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-_BACKENDS: dict[str, str] = {}  # device type -> module that registers its kernels when imported
+# Device type, or a version that stands for all devices -> module that registers its kernels when imported.
+_BACKENDS = {"cpu": "leyden.ops.cpu", "cuda": "leyden.ops.triton", "training": "leyden.ops.training"}
+_VERSIONS = ("reference", "training")
 _loaded: set[str] = set()
-_reference_only = False
+_version: str | None = None
+_watchers: list[Callable[["Op", tuple[Any, ...]], None]] = []
 
 
 class Op:
-    """Callable that picks a kernel by the device of its first tensor and the format of its first weight.
+    """Callable that picks a kernel by the device of its first tensor and the format of its weights, if they share one.
 
     A (device, format) pair without a kernel runs the reference, which dequantises: right everywhere, fast where
-    someone wrote a kernel.
+    someone wrote a kernel. Kernels have no gradients, so the reference runs where one is asked for, too.
     """
 
     def __init__(self, reference: Callable[..., Any]):
@@ -29,9 +33,11 @@ class Op:
         self._kernels[device, format] = kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _reference_only:
+        for watch in _watchers:
+            watch(self, args)
+        if _version == "reference" or (_version is None and _recorded(args)):
             return self.reference(*args, **kwargs)
-        device = _device(args)
+        device = _version or _device(args)
         if device in _BACKENDS and device not in _loaded:
             _loaded.add(device)
             import_module(_BACKENDS[device])
@@ -47,17 +53,44 @@ def _device(args: tuple[Any, ...]) -> str:
 
 
 def _format(args: tuple[Any, ...]) -> str:
-    return next((a.format.name for a in args if hasattr(a, "format")), "dense")
+    names = {a.format.name for a in args if hasattr(a, "format")} or {"dense"}
+    return names.pop() if len(names) == 1 else "mixed"  # for which there are no kernels
+
+
+def _recorded(args: tuple[Any, ...]) -> bool:
+    """Whether autograd records this call."""
+    if not torch.is_grad_enabled():
+        return False
+    tensors = (t for a in args for t in (a.parameters() if isinstance(a, nn.Module) else (a,)))
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
+def forced() -> bool:
+    """Whether a using() block says which version of the ops runs."""
+    return _version is not None
 
 
 @contextmanager
 def using(version: str) -> Iterator[None]:
-    """`with using("reference"):` runs every op by its reference: the oracle of kernel tests."""
-    global _reference_only
-    if version != "reference":
-        raise ValueError(f'using() knows "reference" only, got {version!r}')
-    before, _reference_only = _reference_only, True
+    """Within the block, run every op by one version on all devices.
+
+    "reference": the oracle of kernel tests. "training": differentiable code for packed rows, else the reference.
+    """
+    global _version
+    if version not in _VERSIONS:
+        raise ValueError(f"using() knows {' and '.join(_VERSIONS)}, got {version!r}")
+    before, _version = _version, version
     try:
         yield
     finally:
-        _reference_only = before
+        _version = before
+
+
+@contextmanager
+def watching(watch: Callable[[Op, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Calls watch(op, arguments) before every op: calibration wants to see what the matrices are multiplied with."""
+    _watchers.append(watch)
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)

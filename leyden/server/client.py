@@ -13,6 +13,7 @@ reader finds its deltas merged into one, so the engine never waits for a client.
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -24,12 +25,18 @@ from leyden.types import Delta, EngineStats, Request
 
 logger = log.get(__name__)
 
+_PAUSE = 0.002  # seconds between two looks at requests that are not ready
+
 
 class Engine(Protocol):
-    """What `drive` asks of an engine. A request that cannot be served raises RequestError from `submit`."""
+    """What `drive` asks of an engine. A request that cannot be served raises RequestError from `ready` or `submit`.
+
+    ready   whether `submit` would return at once; what is needed for that goes on in the background
+    """
 
     @property
     def busy(self) -> bool: ...
+    def ready(self, request: Request) -> bool: ...
     def submit(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[Delta]: ...
@@ -108,13 +115,15 @@ Event = Ready | Accepted | Refused | Deltas | Stats | Died
 
 def drive(engine: Engine, receive: Callable[[bool], Iterable[Command]], send: Callable[[Event], None]) -> None:
     """Run `engine` until a Close command. `receive(wait)` gives the commands that have come, and blocks for one only if
-    told to, which is when the engine has nothing to do."""
+    told to, which is when the engine has nothing to do. Requests that are not ready wait here, and hold up nobody."""
+    held: list[Submit] = []
     while True:
-        for command in receive(not engine.busy):
+        for command in receive(not engine.busy and not held):
             match command:
-                case Submit(requests):
-                    send(_submit(engine, requests))
+                case Submit():
+                    held.append(command)
                 case Abort(ids):
+                    held = [submit for submit in held if submit.requests[0].id not in ids]
                     for request_id in ids:
                         engine.abort(request_id)
                 case AskStats():
@@ -122,13 +131,23 @@ def drive(engine: Engine, receive: Callable[[bool], Iterable[Command]], send: Ca
                 case Close():
                     engine.close()
                     return
-        if engine.busy and (deltas := engine.step()):
-            send(Deltas(deltas))
+        for submit in held:
+            if (verdict := _submit(engine, submit.requests)) is not None:
+                held = [other for other in held if other is not submit]
+                send(verdict)
+        if engine.busy:
+            if deltas := engine.step():
+                send(Deltas(deltas))
+        elif held:
+            time.sleep(_PAUSE)
 
 
-def _submit(engine: Engine, requests: list[Request]) -> Event:
+def _submit(engine: Engine, requests: list[Request]) -> Event | None:
+    """The verdict; None if it is too early for one."""
     taken: list[Request] = []
     try:
+        if not all([engine.ready(request) for request in requests]):
+            return None
         for request in requests:
             engine.submit(request)
             taken.append(request)

@@ -16,6 +16,7 @@ from leyden.server import logprobs
 from leyden.server.protocol import Completion, CompletionChoice, CompletionRequest
 from leyden.server.service import Choice, Run, Service, Step, usage
 from leyden.server.streaming import EventStream, event, json_response, unless_disconnected
+from leyden.text.thinking import starts_thinking
 from leyden.types import Request, SamplingParams, TokenLogprobs
 
 
@@ -63,7 +64,7 @@ async def encode(
 def _params(service: Service, body: CompletionRequest, prompt: list[int]) -> SamplingParams:
     if body.logprobs is not None and body.logprobs < 0:
         raise RequestError(f"logprobs must be at least 0, got {body.logprobs}", "logprobs")
-    params = service.params(body, prompt, "prompt")
+    params = service.params(body, prompt, "prompt", starts_thinking(prompt, service.tokenizer, default=False))
     if body.echo and params.prompt_logprobs is None:
         params.prompt_logprobs = params.logprobs
     return params

@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 from typing_extensions import TypedDict  # pydantic reads the one of typing from Python 3.12 on only
 
 from leyden.errors import RequestError
+from leyden.server.grammars import LEGACY, of_answer, of_tools
+from leyden.types import Grammar
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
@@ -35,11 +37,15 @@ REFUSED = {
     "bad_words": "not supported yet",
     "logprob_token_ids": "not supported yet",
     "repetition_detection": "not supported yet",
-    "structured_outputs": "not supported yet",
     "chat_template": "the server's own template is the only one it runs",
 }
-# Names that vLLM once had for structured_outputs: they must not be taken for an unknown, harmless field.
-LEGACY = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend")
+BUDGETS = (
+    ("chat_template_kwargs", "reasoning_budget", "thinking_token_budget"),
+    ("vllm_xargs", "thinking_budget", "thinking_token_budget"),
+    ("vllm_xargs", "thinking_budget_grace_period", "thinking_token_grace"),
+)
+# Like those of LEGACY, but without a meaning here: they must not be taken for unknown, harmless fields.
+NO_EFFECT = ("guided_decoding_backend", "guided_whitespace_pattern")
 
 
 class StreamOptions(BaseModel):
@@ -101,31 +107,55 @@ class Generation(Sampling):
     truncation_side: Literal["left", "right"] = "left"
 
     response_format: dict[str, Any] | None = None
-    thinking_token_budget: StrictInt | None = Field(None, ge=-1)
+    thinking_token_budget: StrictInt | None = Field(
+        None,
+        ge=-1,
+        validation_alias=AliasChoices("thinking_token_budget", "reasoning_budget", "max_thinking_tokens"),
+        description="most tokens of thinking; -1: no limit",
+    )
+    thinking_token_grace: StrictInt | None = Field(
+        None, ge=0, description="tokens that thinking may take beyond its budget to end a line"
+    )
     use_beam_search: bool = False
     bad_words: list[str] | None = None
     logprob_token_ids: list[int] | None = None
     repetition_detection: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _budget(cls, data: Any) -> Any:
+        """Other places in which clients put the budget of thinking."""
+        for place, name, field in BUDGETS:
+            inner = data.get(place) if isinstance(data, dict) else None
+            if isinstance(inner, dict) and name in inner and data.get(field) is None:
+                data = {**data, field: inner[name]}
+        return data
+
     @property
     def ignored(self) -> list[str]:
         """Fields that a client may believe to have an effect."""
-        return [name for name in LEGACY if (self.model_extra or {}).get(name) is not None]
+        extra = self.model_extra or {}
+        pattern = (self.structured_outputs or {}).get("whitespace_pattern")
+        names = [name for name in NO_EFFECT if extra.get(name) is not None]
+        return names + (["structured_outputs.whitespace_pattern"] if pattern is not None else [])
+
+    def grammar(self, compact: bool = False, level: str = "auto") -> Grammar | None:
+        """What the answer has to match. `compact`: JSON without white space; level: see grammars.of_tools."""
+        extra = self.model_extra or {}
+        legacy = {name: extra[name] for name in LEGACY if extra.get(name) not in (None, False)}
+        return of_answer(self.response_format, self.structured_outputs, legacy, compact)
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the answer may call."""
+        return []
 
     def check(self) -> None:
         """Raises RequestError for what pydantic cannot see: fields that depend on each other or are not supported."""
         for name, reason in REFUSED.items():
             if getattr(self, name, None) not in (None, False):
                 raise RequestError(f"{name}: {reason}", name)
-        if self.thinking_token_budget is not None and self.thinking_token_budget >= 0:
-            raise RequestError("thinking_token_budget: not supported yet", "thinking_token_budget")
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            kind = self.response_format.get("type")
-            if kind not in ("json_object", "json_schema", "structural_tag"):
-                kinds = "text, json_object, json_schema or structural_tag"
-                raise RequestError(f"response_format.type must be {kinds}, got {kind!r}", "response_format")
-            raise RequestError(f"response_format of type {kind} is not supported yet", "response_format")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is for requests with stream=true", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -197,13 +227,17 @@ class ChatRequest(Generation):
             names = [tool["function"]["name"] for tool in self.tools]
             if choice.get("type") != "function" or name not in names:
                 raise RequestError(f"tool_choice must name one of the tools {names}, got {choice}", "tool_choice")
-        if choice != "auto":
-            raise RequestError("tool_choice: only auto and none are supported yet", "tool_choice")
 
     @property
-    def ignored(self) -> list[str]:
-        strict = any(tool["function"].get("strict") for tool in self.tools or ())
-        return super().ignored + (["tools.function.strict"] if strict else [])
+    def callable_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def grammar(self, compact: bool = False, level: str = "auto") -> Grammar | None:
+        answer = super().grammar(compact)
+        if not self.callable_tools:
+            return answer
+        parallel = self.parallel_tool_calls is not False
+        return of_tools(self.callable_tools, self.tool_choice, parallel=parallel, answer=answer, level=level)
 
     default_limit: ClassVar[int | None] = None  # tokens to generate if the request does not say; None: all that fit
 

@@ -24,6 +24,7 @@ from leyden.server.metrics import Metrics
 from leyden.server.protocol import ChatRequest, CompletionRequest, StreamOptions, Usage
 from leyden.text.stream import TextStream
 from leyden.text.template import ChatTemplate
+from leyden.text.thinking import ENDS, with_thinking
 from leyden.text.tokenizer import Tokenizer
 from leyden.types import Delta, Request, SamplingParams, TokenLogprobs
 
@@ -176,10 +177,11 @@ class Service:
             keep = max(self.max_model_len - max(body.limit[1] or 1, 1), 1)
         return prompt[-keep:] if body.truncation_side == "left" else prompt[:keep]
 
-    def params(self, body: Body, prompt: Sequence[int], prompt_field: str) -> SamplingParams:
+    def params(self, body: Body, prompt: Sequence[int], prompt_field: str, thinking: bool) -> SamplingParams:
         """How to generate, with the model's defaults and what the context has room for.
 
-        Raises RequestError that names the field at fault: `prompt_field` if the prompt alone is too long.
+        `thinking`: the answer starts with it. Raises RequestError that names the field at fault: `prompt_field` if the
+        prompt alone is too long.
         """
         values: dict[str, Any] = {name: self.defaults.get(name) for name in _DEFAULTED}
         values |= {name: value for name in _SENT if (value := getattr(body, name)) is not None}
@@ -204,10 +206,31 @@ class Service:
             stop_token_ids=list(stops),
             logprobs=self._check_top("top_logprobs" if isinstance(body, ChatRequest) else "logprobs", body.top),
             prompt_logprobs=self._check_top("prompt_logprobs", body.prompt_logprobs),
+            grammar=body.grammar(
+                compact=bool(self.config.structured_outputs_config.get("disable_any_whitespace")),
+                level=self.config.tool_strict_level or "auto",
+            ),
         )
         params.max_tokens = self._room(body, len(prompt), prompt_field)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
-        return params
+        return self._with_thinking(params, body, prompt, thinking)
+
+    def _with_thinking(self, params: SamplingParams, body: Body, prompt: Sequence[int], starts: bool) -> SamplingParams:
+        config, budget, grace = self.config, body.thinking_token_budget, body.thinking_token_grace
+        if budget is None:
+            budget = config.default_thinking_budget
+        params.thinking_token_budget = budget if budget is not None and budget >= 0 else None
+        params.thinking_token_grace = config.default_thinking_grace if grace is None else grace
+        if params.grammar is not None and config.structured_outputs_config.get("enable_in_reasoning"):
+            return params  # the grammar is that of the thinking too
+        return with_thinking(
+            params,
+            prompt,
+            self.tokenizer,
+            starts=starts,
+            calls=bool(body.callable_tools),
+            forced=config.reasoning_config.get("reasoning_end_str") or ENDS,
+        )
 
     def requests(self, response_id: str, body: Body, prompt: list[int], params: SamplingParams) -> list[Request]:
         """One engine request per choice. Their ids are unique although clients choose (and repeat) response ids."""

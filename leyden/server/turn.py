@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from leyden.server.parsers import SPECIAL, Event, OutputParser, ToolCallStart, starts_thinking
+from leyden.server.parsers import SPECIAL, Event, OutputParser, ToolCallStart
 from leyden.server.protocol import ChatRequest
 from leyden.server.service import Choice, Service, Step
 from leyden.text.template import normalise
+from leyden.text.thinking import starts_thinking
 
 _EFFORT_HINTS = ("low_effort", "medium_effort")  # what templates of this family call a request to think less
 _FEW, _SHORT = 8, 2000  # messages and characters that the event loop can spare the time for
@@ -25,8 +26,12 @@ class Turn:
         end: int,
         call: int,
         count: Callable[[bool, int], None],
+        named: bool = False,
     ):
-        """`end` and `call`: ids of </think> and <tool_call>. `count` is told: any call, tokens of thinking."""
+        """`end` and `call`: ids of </think> and <tool_call>. `count` is told: any call, tokens of thinking.
+
+        named: the client has chosen the tool.
+        """
         self.choice = choice
         self.reasoning_tokens = 0
         self._parser = parser
@@ -35,6 +40,7 @@ class Turn:
         self._call = call
         self._before_call: int | None = None
         self._count = count
+        self._named = named
 
     def read(self, step: Step) -> list[Event]:
         """What a step brought, in order. The last step of the choice empties the parser."""
@@ -51,7 +57,9 @@ class Turn:
     @property
     def finish_reason(self) -> str | None:
         reason = self.choice.finish_reason
-        return None if reason is None else self._parser.finish_reason(reason)
+        if reason is None or self._named:  # OpenAI: a call that the client has chosen is just an end
+            return reason
+        return self._parser.finish_reason(reason)
 
     def _count_reasoning(self, ids: Sequence[int]) -> None:
         if not self._thinking:
@@ -71,11 +79,11 @@ async def begin(service: Service, body: ChatRequest, response_id: str, kind: str
     """
     kwargs = template_kwargs(service, body)
     prompt = await encode(service, body, limited=True)
-    params = service.params(body, prompt, "messages")
     tokenizer, config = service.tokenizer, service.config
     thinking = config.reasoning_parser is not None and starts_thinking(
         prompt, tokenizer, kwargs.get("enable_thinking") is not False
     )
+    params = service.params(body, prompt, "messages", thinking)
     special = [tokenizer.id_of(text) for text in SPECIAL]
     end, call = tokenizer.id_of("</think>"), tokenizer.id_of("<tool_call>")
 
@@ -88,7 +96,7 @@ async def begin(service: Service, body: ChatRequest, response_id: str, kind: str
     for index, request in enumerate(service.requests(response_id, body, prompt, params)):
         choice = Choice(index, request, tokenizer, special)
         parser = OutputParser(
-            body.tools if body.tool_choice != "none" else None,
+            body.callable_tools,
             thinking=thinking,
             force_nonempty_content=bool(kwargs.get("force_nonempty_content")),
             parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -96,7 +104,7 @@ async def begin(service: Service, body: ChatRequest, response_id: str, kind: str
             reasoning_parser=config.reasoning_parser,
             tool_parser=config.tool_call_parser,
         )
-        turns.append(Turn(choice, parser, thinking, end, call, count))
+        turns.append(Turn(choice, parser, thinking, end, call, count, named=isinstance(body.tool_choice, dict)))
     return turns
 
 

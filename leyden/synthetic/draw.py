@@ -18,7 +18,62 @@ T = TypeVar("T")
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 
-INVENTED = 0.15  # share of open-class words that the train split makes up
+# Share of open-class words that the train split makes up. A small model learns by heart what it can; what it is to
+# learn is to copy, and a word that was never seen before and never comes again can only be copied.
+INVENTED = 0.7
+_ONSETS = (
+    *(
+        "b",
+        "bl",
+        "br",
+        "c",
+        "ch",
+        "cl",
+        "cr",
+        "d",
+        "dr",
+        "f",
+        "fl",
+        "fr",
+        "g",
+        "gl",
+        "gr",
+        "h",
+        "j",
+        "k",
+        "l",
+        "m",
+        "n",
+    ),
+    *(
+        "p",
+        "ph",
+        "pl",
+        "pr",
+        "qu",
+        "r",
+        "s",
+        "sc",
+        "sh",
+        "sk",
+        "sl",
+        "sm",
+        "sn",
+        "sp",
+        "st",
+        "str",
+        "sw",
+        "t",
+        "th",
+        "tr",
+    ),
+    *("v", "w", "z"),
+)
+_VOWELS = ("a", "a", "e", "e", "i", "i", "o", "o", "u", "ai", "ay", "ea", "ee", "ie", "oa", "oo", "ou", "y")
+_CODAS = (
+    *("", "", "", "b", "ck", "d", "f", "ft", "g", "l", "ld", "ll", "lm", "lt", "m", "mp", "n", "nd", "ng", "nk", "nt"),
+    *("p", "r", "rd", "rk", "rm", "rn", "rt", "s", "sh", "sk", "ss", "st", "t", "th", "tt", "x"),
+)
 
 
 @cache
@@ -47,6 +102,32 @@ def heldout_words() -> frozenset[str]:
     """All held-out entries of words.toml, in lower case."""
     pools = (pool(name, "heldout") for name, entry in table("words").items() if "shared" not in entry)
     return frozenset(word.lower() for words in pools for word in words)
+
+
+@cache
+def _known() -> tuple[str, ...]:
+    """All words of the train split, in lower case."""
+    pools = (pool(name, "train") for name in table("words"))
+    return tuple(sorted({part for words in pools for word in words for part in re.findall(r"[a-z]{4,}", word.lower())}))
+
+
+@cache
+def _unwanted() -> frozenset[str]:
+    """Words that no made-up one may be: held-out ones, and those that say something to the tasks."""
+    heldout = {part for word in heldout_words() for part in re.findall(r"[a-z]+", word)}
+    return frozenset(heldout) | {
+        "true",
+        "false",
+        "none",
+        "null",
+        "not",
+        "and",
+        "the",
+        "for",
+        "with",
+        "tool",
+        "yes",
+    }
 
 
 class Draw:
@@ -87,22 +168,41 @@ class Draw:
         return self.sample(items, len(items))
 
     def word(self, name: str) -> str:
-        """A word of pool `name`; in training sometimes a made-up one, in the pool's capitalisation."""
-        words = pool(name, self.split)
-        if self.split == "train" and table("words")[name].get("invent") and self.chance(INVENTED):
-            made = self.invent()
-            return made.capitalize() if words[0][0].isupper() else made
-        return self.pick(words)
+        """A word of pool `name`; in training mostly a made-up one, written like those of the pool."""
+        found = self.pick(pool(name, self.split))
+        return self._disguised(name, found)
 
     def words(self, name: str, n: int) -> list[str]:
-        """`n` different words of pool `name`."""
-        return self.sample(pool(name, self.split), n)
+        """`n` different words of pool `name`, made up as in `word`."""
+        found = [self._disguised(name, word) for word in self.sample(pool(name, self.split), n)]
+        return found if len(set(found)) == len(found) else self.words(name, n)
+
+    def _disguised(self, name: str, word: str) -> str:
+        """`word`, or in its place one that nobody has seen: as many parts, separated and capitalised as they are."""
+        if self.split != "train" or not table("words")[name].get("invent") or not self.chance(INVENTED):
+            return word
+
+        def made(part: re.Match[str]) -> str:
+            new = self.invent()
+            if part[0].isupper() and len(part[0]) > 1:
+                return new.upper()
+            return new.capitalize() if part[0][0].isupper() else new
+
+        return re.sub(r"[A-Za-z]+", made, word)
 
     def invent(self) -> str:
-        """A pronounceable word that means nothing and is no held-out word."""
-        syllables = (self.pick("bdfgklmnprstvz") + self.pick("aeiou") for _ in range(self.between(2, 3)))
-        word = "".join(syllables) + self.pick(("", "n", "r", "s", "x"))
-        return self.invent() if word in heldout_words() else word
+        """A word that means nothing: of syllables, of halves of two words, or of any letters. No held-out word."""
+        match self.pick("sssshhhhl"):
+            case "s":
+                count = self.pick((1, 2, 2, 2, 3))
+                parts = (self.pick(_ONSETS) + self.pick(_VOWELS) + self.pick(_CODAS) for _ in range(count))
+                word = "".join(parts)
+            case "h":
+                first, second = self.pick(_known()), self.pick(_known())
+                word = first[: self.between(2, 5)] + second[-self.between(2, 5) :]
+            case _:
+                word = "".join(self.pick("abcdefghijklmnopqrstuvwxyz") for _ in range(self.between(3, 8)))
+        return self.invent() if word in _unwanted() or len(word) < 3 else word[:12]
 
     def text(self, name: str, /, **slots: object) -> str:
         """One template of phrases.toml, filled in."""

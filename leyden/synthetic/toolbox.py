@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from leyden.synthetic import calendar, values
-from leyden.synthetic.draw import Draw, Split, pool, table
+from leyden.synthetic.draw import Draw, Split, table
 
 # Actions that cannot be taken for one outside this list, those whose absence leaves no way to do what they do, and the
 # tools of the list with which nearly everything can be done.
@@ -98,8 +98,8 @@ def some_setting(draw: Draw, thinking: bool) -> Setting:
 
 
 def some_tool(draw: Draw, setting: Setting) -> Tool:
-    """An action on a noun (two times of three) or one of the list."""
-    return made_tool(draw, setting) if draw.chance(0.66) else listed_tool(draw, setting)
+    """An action on a noun (four times of five) or one of the list."""
+    return made_tool(draw, setting) if draw.chance(0.8) else listed_tool(draw, setting)
 
 
 def listed_tool(draw: Draw, setting: Setting, returning: bool = False) -> Tool:
@@ -276,7 +276,7 @@ def _extra(draw: Draw, n: int) -> list[tuple[str, str]]:
     found = {}
     for _ in range(n):
         sort = draw.pick(("text", "text", "number", "flag"))
-        words = draw.pick(pool(f"field_{sort}", draw.split))
+        words = draw.word(f"field_{sort}")
         if sort == "text":
             found[words] = draw.pick(("product", "city", "tag", "color", "code_word", "first_name"))
         else:

@@ -13,6 +13,7 @@ needed:
                      token
 
 It generates nothing and knows no model: tokens, counts, limits and log-probabilities are made up, the same each time.
+Grammars are compiled, so that wrong ones are refused, and then not followed.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,9 @@ class ScriptedEngine:
             "vocab_size": self._tokenizer.vocab_size,
         }
 
+    def ready(self, request: Request) -> bool:
+        return request.params.grammar is None or self._compiler.ready(request.params.grammar)
+
     def submit(self, request: Request) -> None:
         if len(request.prompt) >= self.max_model_len:
             raise RequestError(f"the prompt must be shorter than {self.max_model_len} tokens")
@@ -135,6 +140,12 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self._running.clear()
+
+    @cached_property
+    def _compiler(self) -> Any:
+        from leyden.engine.grammar import Compiler  # needs torch, which nothing else here does
+
+        return Compiler(lambda: self._tokenizer, self._tokenizer.vocab_size, [self._tokenizer.eos_token_id])
 
     def _count(self, reason: str) -> None:
         self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1

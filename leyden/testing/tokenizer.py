@@ -22,12 +22,12 @@ RESERVED = [f"<SPECIAL_{id}>" for id in range(len(SPECIAL), 32)]
 SMALLEST = len(SPECIAL) + len(RESERVED) + 256
 _MARKUP = re.compile("|".join(map(re.escape, SPECIAL)))
 
-# How LLaMA 3 splits text before merging: contractions, words, up to three digits, punctuation, line ends, blanks.
+# How LLaMA 3 splits text before merging: contractions, words, a few digits, punctuation, line ends, blanks.
 _SPLIT = "|".join(
     [
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
         r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"\p{N}{1,3}",
+        r"\p{N}{1,DIGITS}",
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",
         r"\s*[\r\n]+",
         r"\s+(?!\S)",
@@ -36,11 +36,12 @@ _SPLIT = "|".join(
 )
 
 
-def write(folder: str | Path, vocab_size: int = 512, corpus: Iterable[str] | None = None) -> None:
+def write(folder: str | Path, vocab_size: int = 512, corpus: Iterable[str] | None = None, digits: int = 3) -> None:
     """Writes tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja into `folder`.
 
     vocab_size is exact, special tokens included; `corpus` replaces the text of our own, which is enough for 2,000.
-    The same vocab_size and corpus give the same files. ValueError if vocab_size is too small, or the corpus is.
+    `digits` is the most that one token holds: three in the family, one for a small model that is to calculate.
+    The same arguments give the same files. ValueError if vocab_size is too small, or the corpus is.
     """
     if vocab_size < SMALLEST:
         raise ValueError(f"vocab_size must be at least {SMALLEST} (special tokens and bytes), got {vocab_size}")
@@ -50,7 +51,7 @@ def write(folder: str | Path, vocab_size: int = 512, corpus: Iterable[str] | Non
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
+            pre_tokenizers.Split(Regex(_SPLIT.replace("DIGITS", str(digits))), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -7,6 +7,7 @@ Added tokens (`<|im_end|>`, `<think>` ...) are recognised in text unless the cal
 import json
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,11 @@ class Tokenizer:
     def bytes_of(self, id: int) -> bytes:
         """The exact bytes of one token; empty for an id outside the vocabulary."""
         return self._bytes[id]
+
+    @cached_property
+    def line_ends(self) -> tuple[int, ...]:
+        """Ids of the tokens with a line end in them."""
+        return tuple(id for id in range(self.vocab_size) if b"\n" in self._bytes[id])
 
     def id_of(self, token: str) -> int:
         """Id of a token by its text as the vocabulary spells it; CheckpointError if there is none."""

@@ -34,13 +34,16 @@ def read(path: str | Path) -> Iterator[dict[str, Any]]:
 
     Empty lines are skipped. Raises ConfigError "FILE line N: ..." for a line that cannot be used or an unreadable file.
     """
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _conversation(line, f"{path} line {number}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a JSON lines file: {error}") from None
+    return (conversation for _, conversation in _located(path))
+
+
+def rendered(path: str | Path, template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[TokenSequence]:
+    """What a JSON lines file gives to train on. Raises ConfigError as `read` does, also for what does not render."""
+    for where, conversation in _located(path):
+        try:
+            yield from sequences(conversation, template, tokenizer)
+        except RequestError as error:
+            raise ConfigError(f"{where}: {error.message}") from None
 
 
 def write(path: str | Path, conversations: Iterable[Conversation]) -> int:
@@ -89,6 +92,18 @@ def texts(conversations: Iterable[Conversation], template: ChatTemplate) -> Iter
     for each in conversations:
         messages = normalise(each["messages"])
         yield template.render(messages, each.get("tools"), add_generation_prompt=False, kwargs=kept)
+
+
+def _located(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("FILE line N", conversation) for each line that is not empty."""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    where = f"{path} line {number}"
+                    yield where, _conversation(line, where)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a JSON lines file: {error}") from None
 
 
 def _conversation(line: str, where: str) -> dict[str, Any]:

@@ -40,7 +40,17 @@ def test_fields():
     assert (server.served_model_name, server.port, server.api_key) == (("a", "b"), 9000, ("k",))
     assert server.disable_access_log_for_endpoints == ("/health", "/metrics")
     assert (server.allowed_origins, server.ping_interval) == (("http://a",), 3.0)
-    assert made.tokenizer == "t" and made.speculative is None and made.warnings == () and made.notes("cpu") == []
+    assert made.engine.tokenizer == "t" and made.speculative is None and made.warnings == () and made.notes("cpu") == []
+
+
+def test_thinking_and_grammars():
+    server = launch(
+        *("--default-thinking-budget", "500", "--default-thinking-grace", "30", "--tool-strict-level", "function"),
+        *("--reasoning-config.reasoning_end_str", " Enough.", "--structured-outputs-config", '{"backend": "guidance"}'),
+    ).server
+    assert (server.default_thinking_budget, server.default_thinking_grace) == (500, 30)
+    assert (server.tool_strict_level, server.reasoning_config) == ("function", {"reasoning_end_str": " Enough."})
+    assert server.structured_outputs_config == {"backend": "guidance"}
 
 
 def test_nothing_given_changes_nothing():

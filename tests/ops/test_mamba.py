@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from leyden.model.context import Context
 from leyden.ops.rows import Rows
 from tests.batches import CLOSE, SMALL, pool, rows
 
+DATA = Path(__file__).parent.parent / "data"
 NO_LIMIT = (0.0, float("inf"))
 
 
@@ -243,3 +245,80 @@ def test_step_and_scan_agree_in_bf16(ssm_dtype: torch.dtype) -> None:
     assert stepped.ssm.dtype == ssm_dtype
     torch.testing.assert_close(stepped.ssm, scanned.ssm)
     assert torch.equal(stepped.conv, scanned.conv)
+
+
+def cut(lens: list[int], past: list[int], slots: list[int]) -> Rows:
+    starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
+    return Rows(tuple(lens), starts, torch.tensor(past, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32))
+
+
+def states(mixer: Mixer, slots: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+    """(conv, SSM, ring) of one layer with random states, the ring full of NaN."""
+    config = mixer.config
+    draw = torch.Generator().manual_seed(3)
+    conv = torch.randn(slots, config.conv_kernel - 1, config.conv_dim, generator=draw)
+    ssm = torch.randn(slots, config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size, generator=draw)
+    ring = torch.full((slots, 5, config.conv_dim + config.mamba_num_heads), float("nan"))
+    return conv, ssm, ring
+
+
+def parameters(mixer: Mixer) -> tuple[Any, ...]:
+    return mixer.conv_weight, mixer.conv_bias, mixer.A_log, mixer.D, mixer.dt_bias, mixer.config.time_step_limit
+
+
+def test_verify_gives_what_the_scan_gives_and_leaves_the_states_alone():
+    mixer = Mixer()
+    conv, ssm, ring = states(mixer)
+    before = conv.clone(), ssm.clone()
+    row = cut([3, 1, 5, 2], past=[7, 0, 9, 2], slots=[4, 1, 2, 5])
+    projected = mixer.projected[: row.tokens]
+    got = ops.mamba_verify(
+        projected, *parameters(mixer), mixer.norm_weight, mixer.config.n_groups, 1e-5, conv, ssm, ring, row
+    )
+    assert torch.equal(conv, before[0]) and torch.equal(ssm, before[1])
+    torch.testing.assert_close(got, mixer.scan(projected, conv, ssm, row), **CLOSE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_replay_over_any_accepted_tokens_is_decoding_them(seed):
+    mixer = Mixer(seed=seed)
+    draw = np.random.default_rng(seed)
+    conv, ssm, ring = states(mixer)
+    straight = conv.clone(), ssm.clone()
+    past = torch.tensor([0, 4], dtype=torch.int32)
+    slots = torch.tensor([3, 1])
+    for _ in range(8):
+        lens = draw.integers(1, 6, 2).tolist()
+        row = cut(lens, past=past.tolist(), slots=slots.tolist())
+        at = int(draw.integers(0, 30))
+        projected = mixer.projected[at : at + row.tokens]
+        ops.mamba_verify(
+            projected, *parameters(mixer), mixer.norm_weight, mixer.config.n_groups, 1e-5, conv, ssm, ring, row
+        )
+        counts = [int(draw.integers(0, n + 1)) for n in lens]
+        ops.mamba_replay(*parameters(mixer), mixer.config.n_groups, conv, ssm, ring, slots, past, torch.tensor(counts))
+        for i, count in enumerate(counts):
+            if count:
+                start = int(row.starts[i])
+                taken = cut([count], past=[int(past[i])], slots=[int(slots[i])])
+                mixer.scan(projected[start : start + count], *straight, taken)
+        past += torch.tensor(counts, dtype=torch.int32)
+        torch.testing.assert_close(conv[slots], straight[0][slots])
+        torch.testing.assert_close(ssm[slots], straight[1][slots], **CLOSE)
+
+
+def test_verification_with_partial_acceptance_against_the_published_vector():
+    data = {k: torch.from_numpy(v) for k, v in np.load(DATA / "spec" / "replay_ssm.npz").items() if k != "cfg"}
+    state = data["S0"][None].clone()
+    A_log, D, dt_bias = (-data["A"]).log(), data["D"], data["dt_bias"]
+    steps, tokens = data["dt_raw"].shape[:2]
+    for step in range(steps):
+        inputs = [data[name][step] for name in ("x", "dt_raw", "B", "C")]
+        trial = state.clone()
+        row = cut([tokens], past=[1], slots=[0])
+        y = ops.ssd_scan(*inputs, A_log, D, dt_bias, NO_LIMIT, tokens, trial, row)
+        torch.testing.assert_close(y, data["y"][step], atol=1e-5, rtol=1e-5)
+        accepted = int(data["num_accepted"][step]) + 1  # the token that is certain, and the drafts that were right
+        taken = [t[:accepted] for t in inputs]
+        ops.ssd_scan(*taken, A_log, D, dt_bias, NO_LIMIT, tokens, state, cut([accepted], past=[1], slots=[0]))
+        torch.testing.assert_close(state[0], data["state_after"][step], atol=1e-5, rtol=1e-5)

@@ -88,7 +88,9 @@ def test_experts_rounds_the_fp32_sum_once() -> None:
     x = X.bfloat16()
     each = [ops.experts(x, ids[:, j : j + 1], torch.ones(len(X), 1), up, down).float() for j in range(K)]
     expected = sum(y * weights[:, j : j + 1] for j, y in enumerate(each))
-    assert torch.equal(ops.experts(x, ids, weights, up, down), expected.bfloat16())
+    found = ops.experts(x, ids, weights, up, down).float()
+    # one rounding, to nearest: half a unit in the last of 8 bits; a little more for the products of the fp32 sum
+    assert ((found - expected).abs() <= expected.abs() * 2**-8 * 1.0001).all()
 
 
 def test_tokens_do_not_see_each_other() -> None:

@@ -244,6 +244,9 @@ def test_config():
         {"fingerprint_mode": "custom"},
         {"ssl_keyfile": "key.pem"},
         {"api_key": ("",)},
+        {"default_thinking_budget": -1},
+        {"default_thinking_grace": -1},
+        {"reasoning_config": {"reasoning_end_str": 5}},
     ):
         with pytest.raises(ConfigError, match="--" + next(iter(wrong)).replace("_", "-")):
             ServerConfig(**wrong)

@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from leyden.errors import EngineDead, Overloaded, RequestError
-from leyden.server.client import EngineClient, InThread, Stream
+from leyden.server.client import Command, EngineClient, InThread, Stream, Submit
 from leyden.testing.scripted import Case, ScriptedEngine
 from leyden.text.tokenizer import Tokenizer
-from leyden.types import Delta, Request, SamplingParams, TokenLogprobs
+from leyden.types import Delta, Grammar, Markers, Request, SamplingParams, Thinking, TokenLogprobs
 
 
 def delta(id: str, *tokens: int, finish: str | None = None) -> Delta:
@@ -156,6 +157,55 @@ def test_refused_requests_raise_and_leave_nothing_behind(tokenizer: Tokenizer):
         assert await text_of(client, tokenizer, request(tokenizer, "b")) == "hi"
 
     with_engine(Full(tokenizer), test)
+
+
+class Compiling(ScriptedEngine):
+    """Requests with a grammar are ready when they are told to be; "bad" ones never will be."""
+
+    go_on = False
+
+    def ready(self, request: Request) -> bool:
+        grammar = request.params.grammar
+        if grammar is not None and self.go_on and grammar.text == "bad":
+            raise RequestError("it cannot be compiled", "structured_outputs")
+        return grammar is None or self.go_on
+
+
+def test_what_is_not_ready_holds_up_nobody_and_gets_its_verdict_later(tokenizer: Tokenizer):
+    def held(id: str, text: str = "good") -> Request:
+        params = SamplingParams(grammar=Grammar("regex", text))
+        return Request(id=id, prompt=tokenizer.encode("hi"), params=params)
+
+    async def test(client: EngineClient, engine: ScriptedEngine) -> None:
+        assert isinstance(engine, Compiling)
+        waits = [asyncio.ensure_future(client.generate(held("a"), request(tokenizer, "a2")))]
+        waits += [asyncio.ensure_future(client.generate(held(id, "bad"))) for id in ("b", "c")]
+        assert await text_of(client, tokenizer, request(tokenizer, "free")) == "hi"
+        waits[2].cancel()
+        await asyncio.sleep(0.02)
+        assert not waits[0].done() and not waits[1].done() and engine.received[-1].id == "free"
+        engine.go_on = True
+        with await waits[0] as stream:
+            assert {delta.request_id async for delta in stream} == {"a", "a2"}
+        with pytest.raises(RequestError, match="cannot be compiled") as refused:
+            await waits[1]
+        assert refused.value.param == "structured_outputs"
+        assert [r.id for r in engine.received] == ["free", "a", "a2"] and client._streams == {}
+
+    with_engine(Compiling(tokenizer), test)
+
+
+def test_a_request_survives_the_way_to_another_process():
+    markers = Markers(opens=1, ends=(2, 3), forced=(2,), line_ends=(7,))
+    params = SamplingParams(
+        grammar=Grammar("regex", "a", "response_format"),
+        thinking_token_budget=5,
+        thinking=Thinking(markers=markers, open=True, spent=3),
+    )
+    sent = Submit([Request(id="a", prompt=[1], params=params)])
+    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Command)
+    assert arrived == sent and hash(arrived.requests[0].params.thinking.markers) == hash(markers)
+    assert arrived.requests[0].params.grammar.param == "response_format"
 
 
 def test_D29c_cancel_storm(tokenizer: Tokenizer):

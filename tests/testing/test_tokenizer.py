@@ -51,3 +51,9 @@ def test_corpus_of_the_caller(tmp_path):
         write(tmp_path, SMALLEST + 3, ["zzzz<|im_end|>", "zzzz<think>"])
     with pytest.raises(ValueError, match=f"at least {SMALLEST}"):
         write(tmp_path, SMALLEST - 1)
+
+
+def test_digits_can_stand_alone(tmp_path):
+    write(tmp_path, 400, digits=1)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert [tokenizer.decode([id]) for id in tokenizer.encode("1044")] == ["1", "0", "4", "4"]

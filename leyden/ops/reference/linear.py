@@ -1,5 +1,6 @@
 """Products with one stored matrix."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,9 +12,10 @@ def embed(tokens: Tensor, weight: Weight) -> Tensor:
     return F.embedding(tokens, weight.dense())
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
-    """x [T, K] @ W^T [K, N] -> [T, N] in the dtype of x."""
-    return F.linear(x, weight.dense())
+def linear(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
+    """x [T, K] @ W^T [K, N] -> [T, N] in `dtype`, or in that of x, which the products may be rounded to before."""
+    y = F.linear(x, weight.dense())
+    return y if dtype is None else y.to(dtype)
 
 
 def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:

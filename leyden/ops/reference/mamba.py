@@ -6,6 +6,7 @@ the activations' dtype (outputs) or the pool's dtype (states) at the end. A row 
 state, whatever its slot holds.
 """
 
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -122,6 +123,93 @@ def mamba_step(
     y = (state @ C[..., None])[..., 0] + D[:, None] * x
     ssm_state[rows.slots] = state.to(ssm_state.dtype)
     return gated_norm(y.flatten(1).to(projected.dtype), z, norm_weight, groups, eps)
+
+
+def mamba_verify(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    norm_weight: Tensor,
+    groups: int,
+    eps: float,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    ring: Tensor,
+    rows: Rows,
+) -> Tensor:
+    """Rows of a few tokens, some of them guesses -> [T, inner]; the states stay where they are.
+
+    The arguments are those of mamba_step, for rows of up to W tokens. What would have moved the states goes into
+    ring [slots, W, C + heads] instead: the inputs of the convolution and the raw time steps, from which mamba_replay
+    moves them over the tokens that turn out right. (Inputs are small and states are large: the idea of ReplaySSM.)
+    """
+    assert rows.slots is not None
+    inner, heads = len(norm_weight), len(A_log)
+    z, inputs = projected.split([inner, projected.shape[1] - inner], dim=-1)
+    own = replace(rows, slots=torch.arange(len(rows.lens), device=projected.device))
+    states = conv_state[rows.slots], ssm_state[rows.slots]  # copies
+    y = _mixed(inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, heads, *states, own)
+    lens = torch.tensor(rows.lens, device=projected.device)
+    row = torch.repeat_interleave(torch.arange(len(rows.lens), device=projected.device), lens)
+    ring[rows.slots[row], torch.arange(len(row), device=projected.device) - rows.starts[row]] = inputs
+    return gated_norm(y.flatten(1), z, norm_weight, groups, eps)
+
+
+def mamba_replay(
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    groups: int,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    ring: Tensor,
+    slots: Tensor,
+    past: Tensor,
+    counts: Tensor,
+) -> None:
+    """Move both states of slots (int [R]) over the first counts (int [R]) tokens that mamba_verify left in the ring.
+
+    past (int [R]) is what the sequences had before those tokens. Reads `counts` on the host: on CUDA it waits.
+    """
+    lens = counts.tolist()
+    inputs = torch.cat([ring[slot, :n] for slot, n in zip(slots.tolist(), lens, strict=True)])
+    moved = [i for i, n in enumerate(lens) if n]
+    if moved:
+        starts = torch.tensor([0, *accumulate(lens[i] for i in moved)], dtype=torch.int32, device=ring.device)
+        rows = Rows(tuple(lens[i] for i in moved), starts, past[moved], slots[moved])
+        states = conv_state, ssm_state
+        _mixed(inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, len(A_log), *states, rows)
+
+
+def _mixed(
+    inputs: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    groups: int,
+    heads: int,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    rows: Rows,
+) -> Tensor:
+    """Convolution and scan of [xBC, dt] -> y [T, heads, dim]; both states move to the end of the rows."""
+    channels = inputs.shape[1] - heads
+    width = groups * ssm_state.shape[-1]
+    xBC, dt = inputs.split([channels, heads], dim=-1)
+    xBC = causal_conv(xBC, conv_weight, conv_bias, conv_state, rows)
+    x, B, C = xBC.split([channels - 2 * width, width, width], dim=-1)
+    x, B, C = x.unflatten(-1, (heads, -1)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
+    return ssd_scan(x, dt, B, C, A_log, D, dt_bias, dt_limit, max(rows.lens), ssm_state, rows)
 
 
 def _time_step(dt: Tensor, dt_bias: Tensor, limit: tuple[float, float]) -> Tensor:

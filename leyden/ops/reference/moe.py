@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leyden.formats import Weight
+from leyden.ops.reference.linear import mlp
 
 
 def route(
@@ -46,12 +47,19 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight) -
     k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)  # (token, choice) pairs, grouped by expert
     counts = ids.flatten().bincount(minlength=up.shape[0]).tolist()
-    # unbind: one gradient for the whole stack, where indexing by expert would make one stack of zeros per expert
-    ups, downs = up.dense().unbind(), down.dense().unbind()
+    chosen = [expert for expert, count in enumerate(counts) if count]
+    ups, downs = up.members(chosen), down.members(chosen)
     groups = x[order // k].split(counts)
     done = [F.linear(F.relu(F.linear(g, ups[e])).square(), downs[e]) for e, g in enumerate(groups) if counts[e]]
     pairs = torch.cat(done)[order.argsort()].unflatten(0, (-1, k))
     return (pairs * weights[..., None]).sum(1).to(x.dtype)
+
+
+def moe(
+    x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, shared_up: Weight, shared_down: Weight
+) -> Tensor:
+    """The routed experts and the shared one: experts(x, ...) + mlp(x, shared_up, shared_down) -> [T, N]."""
+    return experts(x, ids, weights, up, down) + mlp(x, shared_up, shared_down)
 
 
 def _largest(x: Tensor, k: int) -> Tensor:

@@ -21,7 +21,7 @@ from leyden.server.parsers.events import (
     ToolCallStart,
     merged,
 )
-from leyden.server.parsers.reasoning import NemotronV3, NoReasoning, ReasoningParser, starts_thinking
+from leyden.server.parsers.reasoning import NemotronV3, NoReasoning, ReasoningParser
 from leyden.server.parsers.tags import SPECIAL, Lexer
 from leyden.server.parsers.tools import Qwen3Coder, ToolParser
 
@@ -40,7 +40,6 @@ __all__ = [
     "ToolCallEnd",
     "ToolCallStart",
     "collect",
-    "starts_thinking",
 ]
 
 REASONING_PARSERS: dict[str | None, type[NemotronV3] | type[NoReasoning]] = {
@@ -58,7 +57,7 @@ class OutputParser:
     """Parser of one answer.
 
     tools     those of the request that may be called; none: call markup is text (tool_choice "none")
-    thinking  whether the answer starts inside thinking (see starts_thinking)
+    thinking  whether the answer starts inside thinking (see text.thinking)
     force_nonempty_content  thinking becomes content if nothing else comes; always so if thinking is False
     parallel_tool_calls     False: only the first call is given
     special_at  offsets in the text at which special tokens stand (TextStream.special_at); None if they are not known.

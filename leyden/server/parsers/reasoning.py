@@ -5,22 +5,12 @@ The prompt ends in `<think>` or in `<think></think>`, so the output starts insid
 request has. That is only certain at the end (a call that is followed by `</think>` was an idea), so it waits till then.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from leyden.server.parsers.events import Event, ReasoningDelta, ReasoningIsContent
 from leyden.server.parsers.tags import Tag, Token, blank, raw
 from leyden.server.parsers.tools import ToolParser
-from leyden.text.tokenizer import Tokenizer
-
-
-def starts_thinking(prompt: Sequence[int], tokenizer: Tokenizer, default: bool = True) -> bool:
-    """Whether an answer to this prompt starts inside thinking: does `<think>` stand after the last `</think>`?
-
-    `default` is for a prompt without either.
-    """
-    opens, closes = tokenizer.id_of("<think>"), tokenizer.id_of("</think>")
-    return next((id == opens for id in reversed(prompt) if id in (opens, closes)), default)
 
 
 class ReasoningParser(Protocol):

@@ -10,7 +10,9 @@ import re
 from collections.abc import Container
 from dataclasses import dataclass
 
-SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+from leyden.text.thinking import MARKUP
+
+SPECIAL = MARKUP
 
 _NAME = r"[^<>\n]{0,256}"
 _TAG = re.compile(

@@ -21,7 +21,6 @@ from leyden.server.parsers import (
     ToolCallEnd,
     ToolCallStart,
     collect,
-    starts_thinking,
 )
 from leyden.text.stream import TextStream
 from leyden.text.tokenizer import Tokenizer
@@ -360,12 +359,3 @@ def test_calls_are_found_as_tokens_and_as_text(tokenizer, special):
 def test_other_special_tokens_leave_no_text(tokenizer):
     ids = tokenizer.encode("a<SPECIAL_18></think>b<|im_start|><|im_end|>")
     assert collect(events_of(ids, tokenizer, None)).content == "b"
-
-
-def test_where_an_answer_starts(tokenizer):
-    def starts(text, default=True):
-        return starts_thinking(tokenizer.encode(text), tokenizer, default)
-
-    assert starts("<think>r</think>a<|im_start|>assistant\n<think>\n")
-    assert not starts("<think>\n<|im_start|>assistant\n<think></think>")
-    assert starts("no tags") and not starts("no tags", default=False)

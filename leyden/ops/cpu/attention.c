@@ -1,0 +1,224 @@
+/* Causal grouped-query attention without rotary embedding, over KV pages or over packed rows. */
+
+#include "kernels.h"
+
+enum { TILE = 32 }; /* keys that are compared at once, a multiple of LANES */
+
+/* Keys and values of a batch. In pages: [pages, page, heads, dim], and table r lists the pages of row r. Without tables:
+[tokens, heads, dim], beginning with the row's first token. */
+typedef struct {
+    char *keys, *values;
+    const int32_t *tables; /* [rows, table_stride] or null */
+    int64_t table_stride, page, heads, dim, type;
+} Store;
+
+/* Element offset of the key of `head` at a position of row r. */
+INLINE int64_t place(const Store *s, const Rows *rows, int64_t r, int64_t position, int64_t head) {
+    int64_t token = rows->starts[r] + position;
+    if (s->tables) token = s->tables[r * s->table_stride + position / s->page] * s->page + position % s->page;
+    return (token * s->heads + head) * s->dim;
+}
+
+typedef struct {
+    const void *k, *v; /* [tokens, heads * dim] */
+    Store store;
+    Rows rows;
+    int64_t k_stride, v_stride, type;
+} Write;
+
+KERNEL(kv_write, Write) {
+    const int type = a->type, kept = a->store.type;
+    const int64_t width = a->store.heads * a->store.dim;
+    int64_t from, to;
+    share(a->rows.starts[a->rows.count], 1, thread, threads, &from, &to);
+    for (int64_t r = 0; r < a->rows.count; r++)
+        for (int64_t t = a->rows.starts[r]; t < a->rows.starts[r + 1]; t++) {
+            if (t < from || t >= to) continue;
+            const int64_t at = place(&a->store, &a->rows, r, a->rows.past[r] + t - a->rows.starts[r], 0);
+            const char *k = (const char *)a->k + t * a->k_stride * size_of(type);
+            const char *v = (const char *)a->v + t * a->v_stride * size_of(type);
+            for (int64_t i = 0; i < width; i += LANES) {
+                store(load(k, i, width, type), a->store.keys, at + i, at + width, kept);
+                store(load(v, i, width, type), a->store.values, at + i, at + width, kept);
+            }
+        }
+}
+
+typedef struct {
+    const void *q; /* [tokens, heads * dim] */
+    void *out;     /* [tokens, heads * dim] */
+    float *parts;  /* [tokens, heads, splits, dim + 2], if there are splits: sums, then maximum and total of weights */
+    float *desk;   /* [threads, desk_size]: room to work in */
+    Store store;
+    Rows rows;
+    int64_t heads, q_stride, block, splits, desk_size, type;
+    double scale;
+} Attention;
+
+/* Queries of one block: `block` tokens with all the heads that share a key head, one after the other. */
+typedef struct {
+    int64_t count, width;              /* queries, elements of each in memory */
+    float *q, *sums, *keys, *values;   /* [count, width] twice, [TILE, width] twice */
+    float *weights, *most, *total;     /* [count, TILE], [count], [count] */
+    float *limit;                      /* [count]: positions from here on are the query's future */
+} Desk;
+
+/* Scores of every query with the keys of the tile at `start`, then weights: exp(score - largest so far). What was summed
+with an older maximum shrinks by `shrink`. */
+INLINE float weigh(const Desk *d, int64_t m, int64_t start) {
+    float *weights = d->weights + m * TILE;
+    vec position = splat((float)start), most = splat(-INFINITY);
+    for (int i = 0; i < LANES; i++) position[i] += i;
+    const vec limit = splat(d->limit[m]);
+    for (int64_t j = 0; j < TILE; j += LANES) {
+        vec score[LANES];
+        for (int i = 0; i < LANES; i++) score[i] = (vec){};
+        for (int64_t e = 0; e < d->width; e += LANES) {
+            const vec q = load_all(d->q + m * d->width + e, F32);
+            for (int i = 0; i < LANES; i++) score[i] += q * load_all(d->keys + (j + i) * d->width + e, F32);
+        }
+        const vec seen = pick(position < limit, sums(score), splat(-INFINITY));
+        store(seen, weights, j, TILE, F32);
+        most = vmax(most, seen);
+        position += LANES;
+    }
+    float largest = d->most[m];
+    for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+    if (largest == -INFINITY) { /* nothing to see yet */
+        memset(weights, 0, TILE * sizeof *weights);
+        return 1;
+    }
+    const float shrink = vexp(splat(d->most[m] - largest))[0];
+    vec total = {};
+    for (int64_t j = 0; j < TILE; j += LANES) {
+        vec w = vexp(load_all(weights + j, F32) - largest);
+        store(w, weights, j, TILE, F32);
+        total += w;
+    }
+    d->most[m] = largest;
+    d->total[m] = d->total[m] * shrink + sum(total);
+    return shrink;
+}
+
+/* sums = shrink sums + weights values, for M queries and E vectors of a head's dim. */
+INLINE void mix(const Desk *d, int64_t m, int64_t e, const float *shrink, const int M, const int E) {
+    vec acc[4][4];
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < E; j++) acc[i][j] = load_all(d->sums + (m + i) * d->width + e + j * LANES, F32) * shrink[i];
+    for (int64_t key = 0; key < TILE; key++)
+        for (int j = 0; j < E; j++) {
+            const vec value = load_all(d->values + key * d->width + e + j * LANES, F32);
+            for (int i = 0; i < M; i++) acc[i][j] += value * d->weights[(m + i) * TILE + key];
+        }
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < E; j++) store(acc[i][j], d->sums + (m + i) * d->width, e + j * LANES, d->width, F32);
+}
+
+/* Tokens [first, first + tokens) of row r, the query heads of one key head, against one of `splits` parts of the past. */
+static void attend(const Attention *a, const Desk *d, int64_t r, int64_t head, int64_t first, int64_t tokens,
+                   int64_t split) {
+    const Store *s = &a->store;
+    const int type = a->type, kept = s->type;
+    const int64_t group = a->heads / s->heads, dim = s->dim, start_token = a->rows.starts[r] + first;
+    const int64_t end = a->rows.past[r] + first + tokens; /* the last token sees this many positions */
+    const int64_t tiles = (end + TILE - 1) / TILE;
+    const int64_t from = tiles * split / a->splits * TILE, to = tiles * (split + 1) / a->splits * TILE;
+    for (int64_t m = 0; m < d->count; m++) {
+        const char *q = (const char *)a->q + ((start_token + m / group) * a->q_stride) * size_of(type);
+        for (int64_t e = 0; e < d->width; e += LANES) {
+            vec x = load(q, (head * group + m % group) * dim + e, (head * group + m % group + 1) * dim, type);
+            store(x * (float)a->scale, d->q + m * d->width, e, d->width, F32);
+            store((vec){}, d->sums + m * d->width, e, d->width, F32);
+        }
+        d->most[m] = -INFINITY;
+        d->total[m] = 0;
+        d->limit[m] = (float)(a->rows.past[r] + first + m / group + 1);
+    }
+    for (int64_t start = from; start < to; start += TILE) {
+        for (int64_t j = 0; j < TILE; j++) {
+            const int64_t left = start + j < end ? dim : 0;
+            const int64_t at = left ? place(s, &a->rows, r, start + j, head) : 0;
+            for (int64_t e = 0; e < d->width; e += LANES) {
+                vec key = left > e ? load(s->keys, at + e, at + left, kept) : (vec){};
+                vec value = left > e ? load(s->values, at + e, at + left, kept) : (vec){};
+                store(key, d->keys + j * d->width, e, d->width, F32);
+                store(value, d->values + j * d->width, e, d->width, F32);
+            }
+        }
+        for (int64_t m = 0; m < d->count;) {
+            float shrink[4];
+            const int64_t some = d->count - m < 4 ? 1 : 4;
+            for (int i = 0; i < some; i++) shrink[i] = weigh(d, m + i, start);
+            int64_t e = 0;
+            for (; some == 4 && e + 4 * LANES <= d->width; e += 4 * LANES) mix(d, m, e, shrink, 4, 4);
+            for (; e < d->width; e += LANES) {
+                if (some == 4)
+                    mix(d, m, e, shrink, 4, 1);
+                else
+                    mix(d, m, e, shrink, 1, 1);
+            }
+            m += some;
+        }
+    }
+    for (int64_t m = 0; m < d->count; m++) {
+        const int64_t cell = (start_token + m / group) * a->heads + head * group + m % group;
+        float *part = a->splits > 1 ? a->parts + (cell * a->splits + split) * (dim + 2) : NULL;
+        for (int64_t e = 0; e < dim; e += LANES) {
+            vec y = load_all(d->sums + m * d->width + e, F32);
+            if (part)
+                store(y, part, e, dim, F32);
+            else
+                store(y / d->total[m], a->out, cell * dim + e, (cell + 1) * dim, type);
+        }
+        if (part) {
+            part[dim] = d->most[m];
+            part[dim + 1] = d->total[m];
+        }
+    }
+}
+
+/* softmax(scale q k^T) v over all positions up to the query's own. */
+KERNEL(attention, Attention) {
+    const Store *s = &a->store;
+    const int64_t group = a->heads / s->heads, width = (s->dim + LANES - 1) / LANES * LANES, most = a->block * group;
+    float *desk = a->desk + thread * a->desk_size;
+    Desk d = {.width = width, .q = desk, .sums = desk + most * width};
+    d.keys = d.sums + most * width;
+    d.values = d.keys + TILE * width;
+    d.weights = d.values + TILE * width;
+    d.most = d.weights + most * TILE;
+    d.total = d.most + most;
+    d.limit = d.total + most;
+    int64_t unit = 0;
+    for (int64_t r = 0; r < a->rows.count; r++) {
+        const int64_t n = a->rows.starts[r + 1] - a->rows.starts[r];
+        for (int64_t first = 0; first < n; first += a->block)
+            for (int64_t head = 0; head < s->heads; head++)
+                for (int64_t split = 0; split < a->splits; split++)
+                    if (unit++ % threads == thread) { /* later blocks are more work: everybody gets some of them */
+                        const int64_t tokens = n - first < a->block ? n - first : a->block;
+                        d.count = tokens * group;
+                        attend(a, &d, r, head, first, tokens, split);
+                    }
+    }
+}
+
+/* The splits of each query put together. */
+KERNEL(attention_join, Attention) {
+    const int64_t dim = a->store.dim;
+    int64_t from, to;
+    share(a->rows.starts[a->rows.count] * a->heads, 1, thread, threads, &from, &to);
+    for (int64_t cell = from; cell < to; cell++) {
+        const float *parts = a->parts + cell * a->splits * (dim + 2);
+        float most = -INFINITY, total = 0;
+        for (int64_t i = 0; i < a->splits; i++) most = fmaxf(most, parts[i * (dim + 2) + dim]);
+        for (int64_t i = 0; i < a->splits; i++)
+            total += expf(parts[i * (dim + 2) + dim] - most) * parts[i * (dim + 2) + dim + 1];
+        for (int64_t e = 0; e < dim; e += LANES) {
+            vec y = {};
+            for (int64_t i = 0; i < a->splits; i++)
+                y += load(parts + i * (dim + 2), e, dim, F32) * expf(parts[i * (dim + 2) + dim] - most);
+            store(y / total, a->out, cell * dim + e, (cell + 1) * dim, a->type);
+        }
+    }
+}

@@ -1,0 +1,21 @@
+"""The kernels for CUDA, in Triton: importing this module registers them."""
+
+from leyden import ops
+from leyden.ops.triton import attention, linear, moe, norm, sample, ssm
+
+for _op, _kernel in (
+    (ops.embed, linear.embed),
+    (ops.linear, linear.linear),
+    (ops.mlp, linear.mlp),
+    (ops.rms_norm, norm.rms_norm),
+    (ops.add_rms_norm, norm.add_rms_norm),
+    (ops.gated_norm, norm.gated_norm),
+    (ops.route, moe.route),
+    (ops.experts, moe.experts),
+    (ops.moe, moe.moe),
+    (ops.mamba_step, ssm.mamba_step),
+    (ops.kv_write, attention.kv_write),
+    (ops.attention, attention.attention),
+    (ops.sample, sample.sample),
+):
+    _op.register("cuda", _kernel)

@@ -1,0 +1,206 @@
+"""Grouped-query attention over KV pages: split-KV for rows of one token, query tiles for longer rows.
+
+All query heads of a KV head share a tile, so keys and values are read once per KV head. Softmax in base 2, fp32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leyden.ops.rows import Rows
+from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _kv_write(
+    k, v, cache, starts, past, pages, R, k_stride, v_stride, half, pages_stride,
+    PAGE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    r = tl.arange(0, BLOCK_R)
+    ends = tl.load(starts + 1 + r, mask=r < R, other=2147483647)
+    row = tl.sum((ends <= token).to(tl.int32))
+    position = token - tl.load(starts + row) + tl.load(past + row)
+    page = tl.load(pages + row.to(tl.int64) * pages_stride + position // PAGE).to(tl.int64)
+    cell = (page * PAGE + position % PAGE) * WIDTH + at
+    wait()
+    release()
+    dtype = cache.dtype.element_ty
+    key = tl.load(k + token.to(tl.int64) * k_stride + at, mask=inside, other=0.0)
+    tl.store(cache + cell, key.to(dtype), mask=inside)
+    value = tl.load(v + token.to(tl.int64) * v_stride + at, mask=inside, other=0.0)
+    tl.store(cache + half + cell, value.to(dtype), mask=inside)
+
+
+@triton.jit
+def _attend(
+    q, acc, most, total, cache, pages, half, first, end, limit, scale,
+    KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, head, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One online-softmax sweep over the keys first .. end - 1; query row i sees the keys up to limit[i]."""
+    s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    for start in tl.range(first, end, BLOCK_S, num_stages=STAGES):
+        at = start + s
+        inside = (at < end)[:, None] & (d < D)[None, :]
+        page = tl.load(pages + at // PAGE, mask=at < end, other=0).to(tl.int64)
+        cell = ((page * PAGE + at % PAGE) * KV + head)[:, None] * D + d[None, :]
+        key = tl.load(cache + cell, mask=inside, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.where((at[None, :] <= limit[:, None]) & (at < end)[None, :], scores, float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, 1))
+        # a row that has seen no key yet keeps -inf: subtract 0 then, so that no NaN arises
+        pivot = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(scores - pivot[:, None])
+        shrink = tl.exp2(most - pivot)
+        total = total * shrink + tl.sum(p, 1)
+        value = tl.load(cache + half + cell, mask=inside, other=0.0).to(q.dtype)
+        acc = tl.dot(p.to(q.dtype), value, acc * shrink[:, None], input_precision="ieee")
+        most = higher
+    return acc, most, total
+
+
+@triton.jit
+def _decode(
+    q, cache, past, pages, out, part_acc, part_most, part_total, arrived,
+    q_stride, half, pages_stride, scale,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows of one token. SPLITS programs share the keys of a row; the last one joins their parts, in their order."""
+    SHARE: tl.constexpr = HEADS // KV
+    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    in_q = (h < SHARE)[:, None] & (d < D)[None, :]
+    length = tl.load(past + row) + 1
+    each = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_S) * BLOCK_S
+    active = tl.cdiv(length, each)
+    wait()
+    release()
+    if split < active:
+        query = head * SHARE + h
+        tile = tl.load(q + row * q_stride + query[:, None] * D + d[None, :], mask=in_q, other=0.0)
+        acc = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
+        most = tl.full((BLOCK_H,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK_H,), dtype=tl.float32)
+        limit = tl.zeros((BLOCK_H,), dtype=tl.int32) + (length - 1)
+        end = tl.minimum(length, (split + 1) * each)
+        acc, most, total = _attend(
+            tile, acc, most, total, cache, pages + row * pages_stride, half, split * each, end, limit, scale,
+            KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES,
+        )  # fmt: skip
+        if active > 1:
+            base = (row * KV + head) * SPLITS
+            cell = h[:, None] * BLOCK_D + d[None, :]
+            tl.store(part_acc + (base + split) * (BLOCK_H * BLOCK_D) + cell, acc)
+            tl.store(part_most + (base + split) * BLOCK_H + h, most)
+            tl.store(part_total + (base + split) * BLOCK_H + h, total)
+            if arrive(arrived + row * KV + head, active):
+                acc = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
+                most = tl.full((BLOCK_H,), float("-inf"), dtype=tl.float32)
+                total = tl.zeros((BLOCK_H,), dtype=tl.float32)
+                for part in range(active):
+                    other = tl.load(part_most + (base + part) * BLOCK_H + h, cache_modifier=".cg")
+                    more = tl.load(part_total + (base + part) * BLOCK_H + h, cache_modifier=".cg")
+                    added = tl.load(part_acc + (base + part) * (BLOCK_H * BLOCK_D) + cell, cache_modifier=".cg")
+                    higher = tl.maximum(most, other)
+                    old, new = tl.exp2(most - higher), tl.exp2(other - higher)
+                    acc = acc * old[:, None] + added * new[:, None]
+                    total = total * old + more * new
+                    most = higher
+                _write(acc, total, out, row, query, d, in_q, HEADS, D)
+        else:
+            _write(acc, total, out, row, query, d, in_q, HEADS, D)
+
+
+@triton.jit
+def _write(acc, total, out, row, query, d, in_q, HEADS: tl.constexpr, D: tl.constexpr):
+    value = acc / total[:, None]
+    tl.store(out + row * (HEADS * D) + query[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=in_q)
+
+
+@triton.jit
+def _prefill(
+    q, cache, starts, past, pages, out, q_stride, half, pages_stride, scale,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows of any length: QUERIES tokens times the query heads of one KV head are the rows of a tile."""
+    SHARE: tl.constexpr = HEADS // KV
+    head, row = tl.program_id(1), tl.program_id(2)
+    # the longest programs first
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    wait()
+    release()
+    start, before = tl.load(starts + row), tl.load(past + row)
+    length = tl.load(starts + row + 1) - start
+    first = block * QUERIES
+    if first < length:
+        token = first + m // SHARE
+        query = head * SHARE + m % SHARE
+        in_q = ((token < length) & (m < QUERIES * SHARE))[:, None] & (d < D)[None, :]
+        index = (start + token).to(tl.int64)[:, None]
+        tile = tl.load(q + index * q_stride + query[:, None] * D + d[None, :], mask=in_q, other=0.0)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        end = before + tl.minimum(length, first + QUERIES)
+        acc, most, total = _attend(
+            tile, acc, most, total, cache, pages + row.to(tl.int64) * pages_stride, half, 0, end, before + token, scale,
+            KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES,
+        )  # fmt: skip
+        value = acc / total[:, None]
+        tl.store(out + index * (HEADS * D) + query[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=in_q)
+
+
+def kv_write(k: Tensor, v: Tensor, cache: Tensor, rows: Rows) -> None:
+    """See ops.kv_write. Page tables and lengths must be older than the kernel launched just before."""
+    count, width = len(k), k.shape[1] * k.shape[2]
+    assert rows.pages is not None and k[0].is_contiguous() and v[0].is_contiguous() and cache[0].is_contiguous()
+    if count:
+        number = len(rows.lens)
+        _kv_write[(count,)](
+            k, v, cache, rows.starts, rows.past, rows.pages, number,
+            k.stride(0), v.stride(0), cache.stride(0), rows.pages.stride(0),
+            cache.shape[2], width, triton.next_power_of_2(width), triton.next_power_of_2(number),
+            num_warps=1, **OPTIONS,
+        )  # fmt: skip
+
+
+def attention(q: Tensor, cache: Tensor, rows: Rows) -> Tensor:
+    """See ops.attention."""
+    (count, heads, dim), (_, _, page, kv, _) = q.shape, cache.shape
+    assert rows.pages is not None and q[:1].is_contiguous() and cache[0].is_contiguous()
+    out = torch.empty(count, heads, dim, dtype=q.dtype, device=q.device)
+    if not count:
+        return out
+    block_d, scale = max(16, triton.next_power_of_2(dim)), dim**-0.5 * _LOG2E
+    longest = max(rows.lens)
+    if longest > 1:
+        share = heads // kv
+        queries = max(1, 128 // share)
+        block_m = max(16, triton.next_power_of_2(queries * share))
+        _prefill[(triton.cdiv(longest, queries), kv, len(rows.lens))](
+            q, cache, rows.starts, rows.past, rows.pages, out,
+            q.stride(0), cache.stride(0), rows.pages.stride(0), scale,
+            heads, kv, dim, page, queries, block_m, block_d, 64, 3, num_warps=8, **OPTIONS,
+        )  # fmt: skip
+        return out
+    block_h, block_s = max(16, triton.next_power_of_2(heads // kv)), 64
+    reach = triton.cdiv(rows.pages.shape[1] * page, block_s)  # tiles of keys that a row can have at most
+    splits = max(1, min(32, reach, triton.cdiv(264, count * kv)))
+    parts = count * kv * splits
+    part_acc = torch.empty(parts, block_h, block_d, dtype=torch.float32, device=q.device)
+    part_most, part_total = torch.empty(2, parts, block_h, dtype=torch.float32, device=q.device)
+    _decode[(splits, kv, count)](
+        q, cache, rows.past, rows.pages, out, part_acc, part_most, part_total, counters(q.device, count * kv),
+        q.stride(0), cache.stride(0), rows.pages.stride(0), scale,
+        heads, kv, dim, page, splits, block_h, block_d, block_s, 3, num_warps=4, **OPTIONS,
+    )  # fmt: skip
+    return out

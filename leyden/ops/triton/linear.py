@@ -1,0 +1,164 @@
+"""Products with one matrix [N, K] for few rows: bound by reading the matrix once.
+
+One row runs on the CUDA cores (a matrix-vector product with the matrix in registers), up to 64 on the tensor cores with
+the matrix as the left operand, straight from shared memory. More rows are cuBLAS's.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leyden.formats import Weight
+from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
+
+NARROW_ROWS = 64  # up to here _narrow
+
+
+@triton.jit
+def _embed(tokens, weight, out, H: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    wait()
+    release()
+    token = tl.load(tokens + row).to(tl.int64)
+    tl.store(out + row * H + at, tl.load(weight + token * H + at, mask=at < H), mask=at < H)
+
+
+@triton.jit
+def _vector(
+    x, weight, out, N,
+    K: tl.constexpr, SQUARE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out[n] = sum_k x[k] W[n, k]; with SQUARE relu(.)^2. The next tile of W is always on its way."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    tile = weight + n.to(tl.int64)[:, None] * K + k[None, :]
+    in_n = (n < N)[:, None]
+    w = tl.load(tile, mask=in_n & (k < K)[None, :], other=0.0)
+    wait()
+    release()
+    acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        value = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+        following = tl.load(tile + start + BLOCK_K, mask=in_n & (start + BLOCK_K + k < K)[None, :], other=0.0)
+        acc += value[None, :] * w.to(tl.float32)
+        w = following
+    total = tl.sum(acc, 1)
+    if SQUARE:
+        total = tl.maximum(total.to(out.dtype.element_ty).to(tl.float32), 0.0)
+        total *= total
+    tl.store(out + n, total.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _narrow(
+    x, weight, out, partial, arrived, M, N, x_stride,
+    K: tl.constexpr, SQUARE: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same on tensor cores; SPLITS programs share K and the last of them adds the parts, in their order."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
+    first = split * SHARE
+    k = first + tl.arange(0, BLOCK_K)
+    wait()
+    release()
+    left = weight + n.to(tl.int64)[:, None] * K + k[None, :]
+    right = x + m[None, :] * x_stride + k[:, None]
+    in_n, in_m = (n < N)[:, None], (m < M)[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for start in tl.range(0, SHARE, BLOCK_K, num_stages=STAGES):
+        inside = start + k < K
+        w = tl.load(left + start, mask=in_n & inside[None, :], other=0.0)
+        value = tl.load(right + start, mask=in_m & inside[:, None], other=0.0)
+        acc = tl.dot(w, value, acc, input_precision="ieee")
+    if SPLITS > 1:
+        cell = n[:, None] * BLOCK_M + m[None, :]
+        every = in_n & (m < BLOCK_M)[None, :]
+        tl.store(partial + split * N * BLOCK_M + cell, acc, mask=every)
+        if arrive(arrived + tl.program_id(0), SPLITS):
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            for part in tl.static_range(SPLITS):
+                acc += tl.load(partial + part * N * BLOCK_M + cell, mask=every, other=0.0, cache_modifier=".cg")
+            _finish(acc, out, m, n, M, N, SQUARE)
+    else:
+        _finish(acc, out, m, n, M, N, SQUARE)
+
+
+@triton.jit
+def _finish(acc, out, m, n, M, N, SQUARE: tl.constexpr):
+    if SQUARE:
+        acc = tl.maximum(acc.to(out.dtype.element_ty).to(tl.float32), 0.0)
+        acc *= acc
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    tl.store(out + m[:, None] * N + n[None, :], tl.trans(acc).to(out.dtype.element_ty), mask=inside)
+
+
+def embed(tokens: Tensor, weight: Weight) -> Tensor:
+    """See ops.embed."""
+    matrix = weight.dense()
+    size = matrix.shape[1]
+    out = torch.empty(*tokens.shape, size, dtype=matrix.dtype, device=tokens.device)
+    if tokens.numel():
+        _embed[(tokens.numel(),)](tokens, matrix, out, size, triton.next_power_of_2(size), num_warps=4, **OPTIONS)
+    return out
+
+
+def linear(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
+    """See ops.linear."""
+    out = _product(x, weight.dense(), square=False)
+    return out if dtype is None else out.to(dtype)
+
+
+def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
+    """See ops.mlp."""
+    return _product(_product(x, up.dense(), square=True), down.dense(), square=False)
+
+
+def _product(x: Tensor, matrix: Tensor, square: bool) -> Tensor:
+    rows = x.flatten(0, -2)
+    count, size = len(rows), matrix.shape[0]
+    if count == 0 or count > NARROW_ROWS or rows.stride(1) != 1 or not matrix.is_contiguous():
+        out = F.linear(x, matrix)
+        return F.relu(out).square_() if square else out
+    made = vector(rows, matrix, square) if count == 1 else narrow(rows, matrix, square)
+    return made.view(*x.shape[:-1], size)
+
+
+def vector(x: Tensor, matrix: Tensor, square: bool = False, shape: tuple[int, int, int] = (4, 1024, 4)) -> Tensor:
+    """x [1, K] @ matrix [N, K]^T, then relu^2 if `square`; shape: rows and columns of a tile, warps."""
+    size, k = matrix.shape
+    block_n, block_k, warps = shape
+    out = torch.empty(1, size, dtype=x.dtype, device=x.device)
+    _vector[(triton.cdiv(size, block_n),)](
+        x, matrix, out, size, k, square, block_n, block_k, num_warps=warps, **OPTIONS
+    )
+    return out
+
+
+def narrow(
+    x: Tensor, matrix: Tensor, square: bool = False, shape: tuple[int, int, int, int, int] | None = None
+) -> Tensor:
+    """x [M <= 64, K] @ matrix [N, K]^T, then relu^2 if `square`; shape: tile, splits, stages, warps."""
+    count, (size, k) = len(x), matrix.shape
+    block_n, block_k, splits, stages, warps = shape or _narrow_shape(size, k)
+    block_m = max(16, triton.next_power_of_2(count))
+    tiles = triton.cdiv(size, block_n)
+    out = torch.empty(count, size, dtype=x.dtype, device=x.device)
+    partial = torch.empty(splits, size, block_m, dtype=torch.float32, device=x.device) if splits > 1 else out
+    _narrow[(tiles, splits)](
+        x, matrix, out, partial, counters(x.device, tiles), count, size, x.stride(0),
+        k, square, splits, block_m, block_n, block_k, stages, num_warps=warps, **OPTIONS,
+    )  # fmt: skip
+    return out
+
+
+def _narrow_shape(size: int, k: int) -> tuple[int, int, int, int, int]:
+    """Enough programs for every multiprocessor to hold three, as far as K can be cut."""
+    tiles = triton.cdiv(size, 64)
+    splits = min(8, max(1, round(396 / tiles)), max(1, k // 256))
+    return 64, 64, splits, 4, 4

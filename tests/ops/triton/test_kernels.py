@@ -1,0 +1,151 @@
+"""Every kernel against its reference, on shapes that no block size divides and on the shapes of blocks."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from leyden.formats import Weight
+from leyden.ops.reference import attention as reference_attention
+from leyden.ops.reference import linear as reference_linear
+from leyden.ops.reference import mamba as reference_mamba
+from leyden.ops.reference import moe as reference_moe
+from leyden.ops.reference import norm as reference_norm
+from leyden.ops.rows import Rows
+
+pytest.importorskip("triton", reason="Triton comes with PyTorch on CUDA; elsewhere install the dev extra")
+
+from leyden.ops.triton import attention, linear, moe, norm, ssm  # noqa: E402
+
+CLOSE = {"atol": 2e-5, "rtol": 2e-5}
+
+
+@pytest.fixture
+def draw(device: str):
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(device)
+
+    return made
+
+
+def weight(matrix: Tensor) -> Weight:
+    made = Weight(*matrix.shape, dtype=matrix.dtype).requires_grad_(False)
+    made.weight = torch.nn.Parameter(matrix, requires_grad=False)
+    return made
+
+
+def close(got: Tensor, wanted: Tensor, **options: float) -> None:
+    torch.testing.assert_close(got, wanted, **{**CLOSE, **options})
+
+
+def rows(device: str, past: list[int], lens: list[int] | None = None, page: int = 4, tokens: int = 64) -> Rows:
+    """Slots 1, 2, ...; every slot's pages in mixed order."""
+    lens = lens or [1] * len(past)
+    per = tokens // page
+    table = torch.randperm(len(past) * per, generator=torch.Generator().manual_seed(1)).add(1).view(len(past), per)
+    starts = torch.tensor([0, *lens]).cumsum(0)
+    ints = (starts, torch.tensor(past), torch.arange(len(past), 0, -1), table)
+    starts, before, slots, table = (t.to(device, torch.int32) for t in ints)
+    return Rows(tuple(lens), starts, before, slots, table)
+
+
+@pytest.mark.parametrize("size", [24, 64])
+def test_norms(draw, size: int):
+    x, residual, z, w = draw(5, size), draw(5, size), draw(5, 2 * size)[:, size:], draw(size)
+    close(norm.rms_norm(x, w, 1e-5), reference_norm.rms_norm(x, w, 1e-5))
+    for got, wanted in zip(
+        norm.add_rms_norm(x, residual, w, 1e-5), reference_norm.add_rms_norm(x, residual, w, 1e-5), strict=True
+    ):
+        close(got, wanted)
+    close(norm.gated_norm(x, z, w, 4, 1e-5), reference_norm.gated_norm(x, z, w, 4, 1e-5))
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+@pytest.mark.parametrize("square", [False, True])
+def test_products(draw, count: int, square: bool):
+    x, up, down = draw(count, 88), draw(40, 88, scale=0.1), draw(24, 40)
+    wanted = reference_linear.linear(x, weight(up))
+    wanted = wanted.relu().square() if square else wanted
+    if count == 1:
+        close(linear.vector(x, up, square, (4, 32, 1)), wanted)
+    else:
+        for splits in (1, 3):
+            close(linear.narrow(x, up, square, (16, 16, splits, 2, 4)), wanted)
+    close(linear.linear(x, weight(up)), reference_linear.linear(x, weight(up)))
+    close(linear.mlp(x, weight(up), weight(down)), reference_linear.mlp(x, weight(up), weight(down)), atol=1e-4)
+
+
+def test_embed(draw, device: str):
+    table, ids = draw(10, 24), torch.tensor([9, 0, 3], device=device)
+    assert torch.equal(linear.embed(ids, weight(table)), table[ids])
+
+
+@pytest.mark.parametrize("count", [1, 3, 10])
+@pytest.mark.parametrize(("groups", "kept", "normalize"), [(1, 1, True), (4, 2, False), (12, 5, True)])
+def test_route(draw, count: int, groups: int, kept: int, normalize: bool, monkeypatch):
+    x, gate, bias = draw(count, 72), draw(12, 72, scale=0.1), draw(12, scale=0.3)
+    gate[3], bias[3] = gate[7], bias[7]  # a tie: the lower index wins
+    arguments = (x, gate, bias, 4, groups, kept, normalize, 2.5)
+    ids, weights = reference_moe.route(*arguments)
+    for own in (0, 512):
+        monkeypatch.setattr(moe, "ROUTE_ROWS", own)
+        got_ids, got = moe.route(*arguments)
+        assert torch.equal(got_ids, ids)
+        close(got, weights)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 20])
+def test_experts(draw, count: int, device: str):
+    k, inner, total, shared = 40, 24, 6, 56
+    x, up, down = draw(count, k), draw(total, inner, k, scale=0.2), draw(total, k, inner, scale=0.2)
+    shared_up, shared_down = draw(shared, k, scale=0.2), draw(k, shared, scale=0.2)
+    ids = torch.stack([torch.randperm(total)[:3] for _ in range(count)]).to(device)
+    weights = draw(count, 3).abs()
+    wanted = reference_moe.experts(x, ids, weights, weight(up), weight(down))
+    close(moe.experts(x, ids, weights, weight(up), weight(down)), wanted, atol=1e-4)
+    wanted = wanted + reference_linear.mlp(x, weight(shared_up), weight(shared_down))
+    got = moe.moe(x, ids, weights, *(weight(w) for w in (up, down, shared_up, shared_down)))
+    close(got, wanted, atol=1e-4)
+
+
+def test_experts_that_nobody_chose_cost_nothing(draw, device: str):
+    """Their weights are NaN here: whoever touched them would show it."""
+    x, up, down = draw(20, 40), draw(6, 24, 40), draw(6, 40, 24)
+    up[4], down[4] = torch.nan, torch.nan
+    ids = torch.tensor([[0, 5], [3, 1]] * 10, device=device)
+    for count in (1, 4, 20):
+        assert moe.experts(x[:count], ids[:count], draw(count, 2), weight(up), weight(down)).isfinite().all()
+
+
+@pytest.mark.parametrize(("heads", "groups", "dim", "n"), [(6, 2, 8, 12), (4, 1, 32, 16)])
+def test_mamba_step(draw, device: str, heads: int, groups: int, dim: int, n: int):
+    inner, channels, count = heads * dim, heads * dim + 2 * groups * n, 3
+    batch = rows(device, past=[0, 5, 2])
+    conv, ssm_state = draw(5, 3, channels), draw(5, heads, dim, n)
+    arguments = (
+        draw(count, inner + channels + heads), draw(channels, 4), draw(channels), draw(heads), draw(heads),
+        draw(heads, scale=5.0), (1e-3, float("inf")), draw(inner), groups, 1e-5,
+    )  # fmt: skip
+    states = [(conv.clone(), ssm_state.clone()) for _ in range(2)]
+    for _ in range(2):  # the second step reads what the first one wrote
+        wanted = reference_mamba.mamba_step(*arguments, *states[0], batch)
+        got = ssm.mamba_step(*arguments, *states[1], batch)
+        close(got, wanted, atol=1e-4)
+        close(states[1][0], states[0][0])
+        close(states[1][1], states[0][1])
+        batch.past += 1
+
+
+@pytest.mark.parametrize("lens", [None, [3, 1, 17, 9]])
+@pytest.mark.parametrize(("heads", "kv", "dim"), [(6, 2, 8), (4, 1, 16)])
+def test_attention(draw, device: str, heads: int, kv: int, dim: int, lens: list[int] | None):
+    batch = rows(device, past=[0, 250, 30, 7], lens=lens, tokens=280)
+    tokens = batch.tokens
+    q, k, v = draw(tokens, heads, dim), draw(tokens, kv, dim), draw(tokens, kv, dim)
+    cache = draw(2, 4 * 70 + 1, 4, kv, dim)
+    wanted_cache = cache.clone()
+    reference_attention.kv_write(k, v, wanted_cache, batch)
+    attention.kv_write(k, v, cache, batch)
+    assert torch.equal(cache, wanted_cache)
+    close(attention.attention(q, cache, batch), reference_attention.attention(q, cache, batch))

@@ -1,0 +1,50 @@
+"""The sampler's kernels against its reference: same filters, same noise, so the same tokens."""
+
+import pytest
+import torch
+
+from leyden.ops.reference import sample as reference
+
+pytest.importorskip("triton", reason="Triton comes with PyTorch on CUDA; elsewhere install the dev extra")
+
+from leyden.ops.triton import sample  # noqa: E402
+
+
+def check(device: str, logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    count = len(logits)
+    values = (float(temperature), int(top_k), float(top_p), float(min_p))
+    columns = [torch.full((count,), value, device=device) for value in values]
+    seed = torch.arange(count, device=device) * 0x1234567890 + 5
+    position = torch.arange(count, device=device) * 7 + 3
+    arguments = (logits.to(device), *columns, seed, position)
+    assert sample.sample(*arguments).tolist() == reference.sample(*arguments).tolist()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 20, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.3, 50, 0.8, 0.02),
+     (1.0, 0, 1.0, 0.3), (1.0, 100_000, 0.5, 0.0), (2.0, 1, 1.0, 0.0)],
+)  # fmt: skip
+def test_tokens(device: str, temperature: float, top_k: int, top_p: float, min_p: float):
+    logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(1)) * 3
+    check(device, logits, temperature, top_k, top_p, min_p)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(7, 1.0), (0, 0.6), (30, 0.7)])
+def test_ties_go_to_the_lower_id(device: str, top_k: int, top_p: float, monkeypatch):
+    monkeypatch.setattr(sample, "_TILE", 64)  # ties in many tiles
+    logits = (torch.randn(6, 300, generator=torch.Generator().manual_seed(2)) * 1.5).round()
+    check(device, logits, 1.0, top_k, top_p, 0.0)
+
+
+def test_masked_tokens_are_never_taken(device: str):
+    logits = torch.full((3, 200), float("-inf"))
+    logits[:, 150:153] = torch.tensor([1.0, 0.5, 1.0])
+    check(device, logits, 1.0, 50, 0.99, 0.0)
+    check(device, logits, 1.0, 0, 1.0, 0.0)
+
+
+def test_a_slow_search_is_finished_by_one_program(device: str, monkeypatch):
+    monkeypatch.setattr(sample, "_PASSES", 1)
+    logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(3))
+    check(device, logits, 1.0, 40, 0.9, 0.0)

@@ -1,0 +1,40 @@
+"""The engine in this process: what LLM adds to it."""
+
+import json
+import re
+
+import pytest
+
+from leyden.errors import RequestError
+from leyden.llm import LLM
+from leyden.testing.checkpoints import tiny
+from leyden.types import Grammar, SamplingParams
+
+SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["n"]}'
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny(folder)
+    return LLM(str(folder), device="cpu", max_model_len=256, kv_cache_memory_bytes=2**24, max_num_seqs=4)
+
+
+def test_answers_follow_a_grammar(llm: LLM):
+    params = SamplingParams(temperature=1.0, seed=3, grammar=Grammar("regex", "[a-z]{3}"), max_tokens=20)
+    for output in llm.generate(["one", "two", "three"], params):
+        assert re.fullmatch("[a-z]{3}", output.outputs[0].text) and output.outputs[0].finish_reason == "stop"
+    with pytest.raises(RequestError, match="grammar: "):
+        llm.generate("one", SamplingParams(grammar=Grammar("regex", "(")))
+
+
+def test_thinking_keeps_its_budget_and_the_grammar_comes_after_it(llm: LLM):
+    params = SamplingParams(
+        temperature=1.0, seed=3, grammar=Grammar("json", SCHEMA), thinking_token_budget=6, max_tokens=120
+    )
+    (answer,) = llm.chat([{"role": "user", "content": "hi"}], params).outputs
+    end = answer.token_ids.index(llm.tokenizer.id_of("</think>"))
+    assert end == 6 and json.loads(llm.tokenizer.decode(answer.token_ids[end + 1 : -1])).keys() == {"n"}
+    assert params.thinking is None  # the caller's own are left as they are
+    (answer,) = llm.chat([{"role": "user", "content": "hi"}], params, enable_thinking=False).outputs
+    assert json.loads(answer.text).keys() == {"n"}
