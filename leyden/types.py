@@ -14,6 +14,7 @@ from math import isfinite
 from leyden.errors import RequestError
 
 MAX_SEED = 2**63 - 1
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a step, as buckets
 
 GRAMMARS = ("json", "compact_json", "regex", "ebnf", "lark", "structural_tag")
 # White space in a row between the parts of a JSON text, where a grammar rules: some models never get out of it.
@@ -197,6 +198,7 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | None = None
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    queued: float = 0.0  # seconds from Request.arrival until it first ran, told once
     error: str | None = None
 
 
@@ -272,3 +274,8 @@ class EngineStats:
     generated_tokens: int = 0
     preemptions: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # by finish_reason
+    step_tokens: int = 0  # sum over the steps
+    step_sizes: list[int] = field(default_factory=lambda: [0] * (len(STEP_SIZES) + 1))  # steps per bucket, then more
+    drafts: int = 0  # drafts that were verified
+    drafted_tokens: int = 0
+    accepted_tokens: list[int] = field(default_factory=list)  # by their position in the draft

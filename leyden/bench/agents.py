@@ -5,11 +5,13 @@ yardstick is the token streams themselves: of each prompt, the longest prefix th
 answer) began with could have been reused, whatever a cache has to do for it.
 """
 
+import argparse
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from leyden.config.folder import resolve
 from leyden.engine.scheduler import Limits, Scheduler
 from leyden.text.template import ChatTemplate, normalise
 from leyden.text.tokenizer import Tokenizer
@@ -138,11 +140,8 @@ def simulate(trace: Trace, limits: Limits, tokenizer: Tokenizer, template: ChatT
             prompt = template.encode(normalise(session.messages))
             ids = tokenizer.encode(session.answer())
             prompts[name], answers[name], scripts[name] = prompt, [], iter(ids)
-            reusable = min(streams.common(prompt), len(prompt) - 1)
             figures.requests += 1
             figures.prompt += len(prompt)
-            figures.reusable += reusable
-            figures.by_turn.setdefault(session.turn, [0, 0])[0] += reusable
             params = SamplingParams(max_tokens=len(ids))
             scheduler.add(Request(id=name, prompt=prompt, params=params, marks=template.marks(prompt)))
         plan = scheduler.plan()
@@ -152,10 +151,14 @@ def simulate(trace: Trace, limits: Limits, tokenizer: Tokenizer, template: ChatT
         for delta in scheduler.commit(plan, _scripted(plan, names, scripts)):
             name = delta.request_id
             session = sessions[name]
-            if not answers[name]:
-                streams.add(prompts[name])
-            figures.cached += delta.cached_tokens
-            figures.by_turn[session.turn][1] += delta.cached_tokens
+            if not answers[name]:  # its first token: by now the yardstick knows at least what the scheduler knew
+                prompt = prompts[name]
+                reusable = min(streams.common(prompt), len(prompt) - 1)
+                streams.add(prompt)
+                sums = figures.by_turn.setdefault(session.turn, [0, 0])
+                sums[0], sums[1] = sums[0] + reusable, sums[1] + delta.cached_tokens
+                figures.reusable += reusable
+                figures.cached += delta.cached_tokens
             answers[name] += delta.token_ids
             if delta.finish_reason:
                 streams.add(prompts[name] + answers[name])
@@ -168,3 +171,38 @@ def simulate(trace: Trace, limits: Limits, tokenizer: Tokenizer, template: ChatT
 
 def _scripted(plan: Plan, names: dict[int, str], scripts: dict[str, Iterator[int]]) -> list[Sampled]:
     return [Sampled(next(scripts[names[row.slot]]) if row.sample else None) for row in plan.rows]
+
+
+def main(argv: Sequence[str]) -> int:
+    """`leyden bench agents`: print the share of what could be reused that was."""
+    parser = argparse.ArgumentParser("leyden bench agents", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("model", help="folder of a checkpoint: its tokenizer and chat template are used")
+    for name, default, about in (
+        ("sessions", 20, "agents at work side by side"),
+        ("turns", 10, "questions to each; every one takes up to four tool calls"),
+        ("system-tokens", 3000, "tokens of the system prompt that all share"),
+        ("seed", 0, "of the trace"),
+        ("seqs", 16, "requests that run at once"),
+        ("snapshots", 128, "states that the cache can keep"),
+        ("tokens", 600_000, "tokens that the pages can keep"),
+        ("page", 16, "tokens of a page"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{about} (default {default})")
+    given = parser.parse_args(argv)
+    folder = resolve(given.model)
+    tokenizer = Tokenizer.from_folder(folder)
+    trace = Trace(sessions=given.sessions, turns=given.turns, system_tokens=given.system_tokens, seed=given.seed)
+    limits = Limits(
+        seqs=given.seqs,
+        snapshots=given.snapshots,
+        pages=given.tokens // given.page,
+        page=given.page,
+        max_model_len=given.tokens,
+        step_tokens=2048,
+    )
+    figures = simulate(trace, limits, tokenizer, ChatTemplate.from_folder(folder, tokenizer))
+    print(f"{figures.requests} requests, {figures.prompt:,} prompt tokens, {figures.reusable:,} of them known before")
+    print(f"{figures.cached:,} taken from the cache: {figures.share:.1%} of what was known (synthetic trace)")
+    for turn, (reusable, cached) in sorted(figures.by_turn.items()):
+        print(f"  turn {turn + 1:2}  {cached / max(1, reusable):6.1%}")
+    return 0

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     started = time.monotonic()
     launch = Launch.from_argv(argv)
-    log.setup(launch.log_level)
+    log.setup(launch.log_level, launch.log_format)
     for warning in launch.warnings:
         logger.warning(warning)
     os.environ.update(launch.environment)
@@ -60,7 +60,8 @@ def run(launch: Launch, started: float) -> int:
     defaults = sampling_defaults(launch.engine, folder)
 
     config = asdict(replace(launch.engine, model=str(folder), tokenizer=str(texts)))
-    link = OwnProcess("leyden.server.process:load", config, log_level=launch.log_level)
+    factory = "leyden.server.process:load"
+    link = OwnProcess(factory, config, log_level=launch.log_level, log_format=launch.log_format)
     for note in launch.notes(str(link.facts["device"]).partition(":")[0]):
         logger.warning(note)
     if os.environ.get("VLLM_DISABLE_LOG_LOGO") != "1":

@@ -58,6 +58,9 @@ KINDS = {
 }
 FLOATS = ("F32", "F16", "BF16")
 BLOCKS = tuple(kind for kind in KINDS if kind not in (*FLOATS, "NVFP4"))  # kept as they are
+# Dense in memory, whatever a file has: embeddings are looked up row by row, and the router is computed in fp32
+# (the converter quantises that of the MTP block).
+DENSE = ("embeddings", "mixer.gate")
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "NVFP4": 39}  # general.file_type
 SAMPLING = {  # metadata -> generation_config.json
     "general.sampling.temp": "temperature",
@@ -391,14 +394,11 @@ def _positions(pattern: str, letter: str) -> list[int]:
 
 
 def _kinds(header: Header, table: Mapping[str, str]) -> dict[str, str]:
-    """Matrix, as the checkpoint calls it (the first of a stack) -> kind, of those that are quantised.
-
-    Embeddings are dense in memory, whatever the file has: they are looked up row by row.
-    """
+    """Matrix, as the checkpoint calls it (the first of a stack) -> kind, of those that are quantised in memory."""
     kinds = {}
     for name, info in header.tensors.items():
         here = table.get(name, "").removesuffix(".weight")
-        if info.kind not in FLOATS and here and not here.endswith("embeddings"):
+        if info.kind not in FLOATS and here and not here.endswith(DENSE):
             kinds[here.replace(".experts.", ".experts.0.")] = info.kind
     return kinds
 

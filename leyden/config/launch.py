@@ -31,6 +31,7 @@ class Launch:
     server: ServerConfig
     speculative: dict[str, Any] | None
     log_level: str
+    log_format: str
     environment: dict[str, str]
     warnings: tuple[str, ...]
     given: dict[str, Any]  # by dest, flags that were not given left out
@@ -54,6 +55,7 @@ class Launch:
             server=ServerConfig(**_fields(ServerConfig, values)),
             speculative=_speculative(given),
             log_level=log.level(values.get("log_level")),
+            log_format=values.get("log_format", "text"),
             environment={name: _word(values[dest]) for dest, name in ENVIRONMENT.items() if _says(values.get(dest))},
             warnings=tuple(arguments.notices),
             given=given,

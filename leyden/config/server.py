@@ -34,6 +34,10 @@ class ServerConfig:
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
     max_body_bytes: int = 64 << 20
+    max_queued_requests: int | None = None  # beyond those that run; more are refused (429). None: no limit
+    request_timeout: float = 0.0  # seconds that an answer may take; 0: no limit
+    cache_salt_per_key: bool = False  # clients with different keys share nothing that is cached
+    metrics_auth: bool = False  # /metrics needs a key too
 
     # what it serves
     served_model_name: tuple[str, ...] = ()  # the first one is the name in answers; empty: the model as it was given
@@ -54,6 +58,7 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     enable_server_load_tracking: bool = False
+    enable_per_request_metrics: bool = False
     fingerprint_mode: str = "full"
     fingerprint_value: str | None = None
     stream_interval: int = 1  # tokens of one stream chunk; the first and the last chunk never wait
@@ -65,6 +70,7 @@ class ServerConfig:
     enable_log_outputs: bool = False
     max_log_len: int | None = None  # characters of a prompt or an answer
     log_error_stack: bool = False
+    disable_log_stats: bool = False  # no line about the engine every ten seconds
     uvicorn_log_level: str = "info"
     disable_uvicorn_access_log: bool = False
     disable_access_log_for_endpoints: tuple[str, ...] = ()
@@ -81,8 +87,12 @@ class ServerConfig:
             ("ping_interval", 0, None),
             ("max_body_bytes", 1, None),
             ("default_thinking_grace", 0, None),
+            ("max_queued_requests", 0, None),
+            ("request_timeout", 0, None),
         ):
             value = getattr(self, name)
+            if value is None:
+                continue
             if value < low or (high is not None and value > high):
                 wanted = f"at least {low}" if high is None else f"between {low} and {high}"
                 raise ConfigError(f"--{_flag(name)} must be {wanted}, got {value}")
@@ -94,6 +104,8 @@ class ServerConfig:
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together: give both or none")
         if self.fingerprint_mode == "custom" and not self.fingerprint_value:
             raise ConfigError("--fingerprint-mode custom needs --fingerprint-value")
+        if self.cache_salt_per_key and not self.api_key:
+            raise ConfigError("--cache-salt-per-key needs --api-key")
         if any(not key for key in self.api_key):
             raise ConfigError("--api-key must not be empty")
 

@@ -5,13 +5,15 @@ prompt chunk, the rest of a prompt and a generated token are the same thing. pla
 step; what a launched step will bring is then counted in `pending`, and the token itself is read from the device.
 """
 
+import bisect
 import heapq
 import random
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from leyden.cache.prefix import Chain, Hit, Node, PrefixCache
-from leyden.types import MAX_SEED, Admit, Delta, EngineStats, Plan, Request, Row, Sampled, TokenLogprobs
+from leyden.types import MAX_SEED, STEP_SIZES, Admit, Delta, EngineStats, Plan, Request, Row, Sampled, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,7 @@ class Sequence:
     chain: Chain | None = None  # its pages, while it runs
     marks: tuple[int, ...] = ()  # lengths at which its state is to be kept, longest first
     cached: int = 0  # prompt tokens that its first admission found in the cache
+    queued: float | None = None  # seconds from arrival to its first admission
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # gathered over the prompt's chunks, then sent once
 
     @property
@@ -216,6 +219,8 @@ class Scheduler:
         self.running.append(sequence)
         sequence.slot, sequence.chain, sequence.computed = slot, chain, hit.length
         sequence.marks = self._marks(sequence, hit)
+        if sequence.queued is None:
+            sequence.queued = time.monotonic() - request.arrival
         if len(sequence.tokens) == sequence.prompt_len:
             sequence.cached = hit.length
         plan.admits.append(
@@ -279,6 +284,9 @@ class Scheduler:
         """Take in what a launched step brought: one Sampled per row of the plan. Steps are committed in order."""
         out, self._out = self._out, []
         self._stats.steps += 1
+        tokens = sum(row.n for row in plan.rows)
+        self._stats.step_tokens += tokens
+        self._stats.step_sizes[bisect.bisect_left(STEP_SIZES, tokens)] += 1
         for launch, result in zip(self._launched.pop(id(plan)), results, strict=True):
             sequence, row = launch.sequence, launch.row
             if sequence.chain is launch.chain:
@@ -324,7 +332,7 @@ class Scheduler:
         request = sequence.request
         delta = Delta(request_id=request.id, token_ids=[token], logprobs=None if logprobs is None else [logprobs])
         if len(sequence.tokens) == sequence.prompt_len:
-            delta.cached_tokens = sequence.cached
+            delta.cached_tokens, delta.queued = sequence.cached, sequence.queued or 0.0
             self._stats.prompt_tokens += sequence.prompt_len
             self._stats.cached_tokens += sequence.cached
             if sequence.prompt_logprobs is not None:

@@ -111,13 +111,10 @@ def _kind(source: Source, matrix: str, kind: str, quantised: bool) -> str:
     """The kind of one matrix. Embeddings and head lose most by rounding, so they stay at 8 bits and more."""
     rows = source.shapes[matrix][1]
     if kind == "NVFP4":
-        if quantised:
-            good = isinstance(source.formats[matrix], NVFP4)
-        else:
-            good = not matrix.startswith("mtp.") and not matrix.endswith(
-                ("embeddings", "q_proj", "k_proj", "v_proj", "o_proj")
-            )
-        kind = "NVFP4" if good else "BF16"
+        spared = matrix.startswith("mtp.") or matrix.endswith(("embeddings", "q_proj", "k_proj", "v_proj", "o_proj"))
+        good = isinstance(source.formats[matrix], NVFP4) if quantised else not spared
+        # llama.cpp takes no scales for projections into and out of a latent space
+        kind = "NVFP4" if good and not matrix.endswith("latent_proj") else "BF16"
     elif kind == "Q4_0" and matrix in ("backbone.embeddings", "lm_head"):
         kind = "Q8_0"
     return kind if rows % gguf.KINDS[kind].size == 0 else "BF16"

@@ -126,8 +126,8 @@ def stored_tensors(folder: Path) -> list[Stored]:
 def _of_gguf(files: list[Path]) -> Iterator[tuple[str, Stored]]:
     """Of a model in one or several GGUF files.
 
-    NVFP4 becomes the format of that name; other blocks stay as they are, but for the embeddings, which the network
-    looks up row by row. Side tensors of a matrix are read together with it.
+    NVFP4 becomes the format of that name; other blocks stay as they are where the network can use them. Side tensors of
+    a matrix are read together with it.
     """
     header = gguf.read_all(files)
     table = gguf.names(*gguf.pattern_of(header))
@@ -155,7 +155,7 @@ def _of_gguf(files: list[Path]) -> Iterator[tuple[str, Stored]]:
                 else:
                     global_scale = Stored(info.file, there, tuple(stack), "F32", partial(_ones, shape=tuple(stack)))
                 yield f"{matrix}.weight_scale_2", global_scale
-            case kind if matrix.endswith("embeddings"):
+            case kind if matrix.endswith(gguf.DENSE):
                 yield name, Stored(info.file, there, info.shape, "F32", partial(_values, format=Blocks(kind)))
             case kind:
                 shape, _ = Blocks(kind).tensors(info.shape, torch.float32)["weight"]

@@ -26,6 +26,13 @@ means zeros before and nothing after. Rows with slot 0 are padding: their result
     kv_write(k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows)
     attention(q[T,heads,dim], cache[2,pages,page,kv,dim], rows) -> [T,heads,dim]    causal, the rows' own keys included
     attention_packed(q[T,heads,dim], k[T,kv,dim], v[T,kv,dim], rows) -> [T,heads,dim]    the same without a cache
+    rotate(x[...,heads,dim], cos[...,dim/2], sin[...,dim/2]) -> [...,heads,dim]    rotary embedding in halves
+    swiglu(x[...,K], gate: Weight[I,K], up: Weight[I,K], down: Weight[N,I]) -> [...,N]    down(silu(gate x) * up x)
+    block_attention(q[T,heads,dim], k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows, causal, window,
+                    sinks[heads]|None) -> [T,heads,dim]    a drafter's blocks over the cache before them and themselves
+    block_attention_packed(q[S,M,W,heads,dim], k[S,M,W,kv,dim], v[S,M,W,kv,dim], context_k[S,L,kv,dim],
+                           context_v[S,L,kv,dim], anchors[S,M], causal, window, sinks) -> [S,M,W,heads,dim]    the same
+                           without a cache
     penalize(logits[R,V] fp32, counts[R,V], seen[R,V], presence[R], frequency[R], repetition[R]) -> [R,V]
     sample(logits[R,V] fp32, temperature[R], top_k[R], top_p[R], min_p[R], seed[R], position[R]) -> ids[R] int64
     logprobs(logits[R,V] fp32, ids[R], k) -> (own[R], rank[R], top ids[R,k], top[R,k])
@@ -34,6 +41,7 @@ With states and caches left out every op is differentiable (training runs the sa
 """
 
 from leyden.ops.reference import attention as _attention
+from leyden.ops.reference import draft as _draft
 from leyden.ops.reference import linear as _linear
 from leyden.ops.reference import mamba as _mamba
 from leyden.ops.reference import moe as _moe
@@ -60,6 +68,10 @@ mamba_replay = Op(_mamba.mamba_replay)
 kv_write = Op(_attention.kv_write)
 attention = Op(_attention.attention)
 attention_packed = Op(_attention.attention_packed)
+rotate = Op(_draft.rotate)
+swiglu = Op(_draft.swiglu)
+block_attention = Op(_draft.block_attention)
+block_attention_packed = Op(_draft.block_attention_packed)
 penalize = Op(_sample.penalize)
 sample = Op(_sample.sample)
 logprobs = Op(_sample.logprobs)

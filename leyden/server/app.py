@@ -6,7 +6,7 @@ serve    uvicorn around it, until it is told to stop or the engine is gone
 
 import asyncio
 import contextlib
-import logging
+import inspect
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from http import HTTPStatus
@@ -17,6 +17,7 @@ import uvicorn
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -24,32 +25,20 @@ from starlette.responses import Response
 from leyden import __version__, log
 from leyden.config.server import ServerConfig
 from leyden.errors import ConfigError, EngineDead, Overloaded, RequestError
-from leyden.server import chat, completions
+from leyden.server import routes
 from leyden.server.client import EngineClient
-from leyden.server.gate import Gate
+from leyden.server.gate import CLOSED, OPEN, Gate
+from leyden.server.metrics import EngineNumbers, Metrics, report
 from leyden.server.parsers import REASONING_PARSERS, TOOL_PARSERS
-from leyden.server.protocol import (
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    ErrorBody,
-    ModelCard,
-    ModelList,
-    decode,
-    error_body,
-    invalid,
-)
+from leyden.server.protocol import decode, error_body, invalid
 from leyden.server.service import Service, fingerprint
-from leyden.server.streaming import failure, json_response
+from leyden.server.streaming import error_response, failure
 from leyden.text.template import ChatTemplate
 from leyden.text.tokenizer import Tokenizer
 
 logger = log.get(__name__)
 
-VLLM_COMPAT = "0.27.1"  # the version of vLLM whose interface this is
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-_CLOSED = 499  # the status nginx logs for a client that went away; nobody receives it
 
 
 def build(
@@ -72,13 +61,19 @@ def build(
         if getattr(config, name) not in accepted:
             names = ", ".join(sorted(filter(None, accepted)))
             raise ConfigError(f"--{name.replace('_', '-')} must be one of {names}, got {getattr(config, name)!r}")
+    served = config.served_model_name or (model,)
+    if served[0] == "*":
+        served = (model, *served)
+    metrics = Metrics(served[0], int(client.facts["max_model_len"]))
+    numbers = EngineNumbers(client, metrics)
     service = Service(
         config=config,
         client=client,
         tokenizer=tokenizer,
         template=template,
+        metrics=metrics,
         defaults=defaults or {},
-        names=config.served_model_name or (model,),
+        names=served,
         root=model,
         fingerprint=fingerprint(config, client.facts),
     )
@@ -86,10 +81,13 @@ def build(
     @contextlib.asynccontextmanager
     async def lifespan(_: fastapi.FastAPI) -> AsyncIterator[None]:
         client.open()
+        lines = None if config.disable_log_stats else asyncio.ensure_future(report(numbers))
         yield
+        if lines is not None:
+            lines.cancel()
         await client.close()
 
-    app = fastapi.FastAPI(
+    app = _App(
         title="leyden",
         version=__version__,
         lifespan=lifespan,
@@ -99,12 +97,18 @@ def build(
     app.router.route_class = _JsonRoute
     app.state.running = 0
     _add_errors(app, config)
-    _add_generation(app, service)
-    _add_models(app, service)
-    _add_health(app, service)
+    routes.add(app, service, numbers)
     hosts = config.allowed_hosts or ((*_LOOPBACK_NAMES, config.host) if config.local and not config.uds else ())
+    logged = not config.disable_uvicorn_access_log and config.uvicorn_log_level in ("trace", "debug", "info")
     app.add_middleware(
-        Gate, keys=config.api_key, hosts=hosts, max_body_bytes=config.max_body_bytes, root_path=config.root_path
+        Gate,
+        metrics=metrics,
+        keys=config.api_key,
+        open=OPEN if config.metrics_auth else (*OPEN, "/metrics"),
+        hosts=hosts,
+        max_body_bytes=config.max_body_bytes,
+        root_path=config.root_path,
+        quiet=config.disable_access_log_for_endpoints if logged else None,
     )
     if config.allowed_origins:  # outermost: a refusal needs the headers too, or the browser hides it from the page
         app.add_middleware(
@@ -117,30 +121,37 @@ def build(
     return app
 
 
-class _JsonRequest(Request):
-    """A request whose body has been decoded by our rules, not by Python's more lenient ones."""
-
-    decoded: dict[str, Any]
-
-    async def json(self) -> Any:
-        return self.decoded
+class _App(fastapi.FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """The documentation, without the status 422 that FastAPI would give: what cannot be validated is a 400 here."""
+        document = super().openapi()
+        for methods in document["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
+        return document
 
 
 class _JsonRoute(APIRoute):
-    """Reads bodies before FastAPI does, so that every malformed one is a RequestError."""
+    """Reads bodies itself and calls the endpoint with them, as `body`, and with the request, if it wants it, as `http`.
+
+    FastAPI writes the documentation; its own way from a body to an endpoint is more lenient about what JSON is, and
+    slower than everything else that a short request needs.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        route = super().get_route_handler()
         if self.body_field is None:
-            return route
+            return super().get_route_handler()
+        endpoint: Callable[..., Awaitable[Response]] = self.endpoint
+        annotations = inspect.get_annotations(endpoint)
+        adapter: TypeAdapter[Any] = TypeAdapter(annotations["body"])
+        wants_http = "http" in annotations
 
         async def read(request: Request) -> Response:
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise RequestError(f"the content type must be application/json, got {kind or 'none'}")
-            read = _JsonRequest(request.scope, request.receive)
-            read.decoded = decode(await read.body())
-            return await route(read)
+            body = adapter.validate_python(decode(await request.body()))
+            return await (endpoint(body=body, http=request) if wants_http else endpoint(body=body))
 
         return read
 
@@ -150,26 +161,26 @@ def _add_errors(app: fastapi.FastAPI, config: ServerConfig) -> None:
 
     @app.exception_handler(RequestError)
     @app.exception_handler(EngineDead)
-    async def known(_: Request, error: Exception) -> Response:
+    async def known(request: Request, error: Exception) -> Response:
         if config.log_error_stack:
             logger.error("request failed", exc_info=error)
-        body = failure(error)
         headers = {}
         if isinstance(error, Overloaded):
             headers["Retry-After"] = str(error.retry_after)
         elif isinstance(error, EngineDead):
             headers["Retry-After"] = "5"
-        return json_response(body, body["error"]["code"], headers)
+        return error_response(_path(request), failure(error), headers)
 
     @app.exception_handler(RequestValidationError)
-    async def malformed(request: Request, error: RequestValidationError) -> Response:
+    @app.exception_handler(ValidationError)
+    async def malformed(request: Request, error: RequestValidationError | ValidationError) -> Response:
         return await known(request, invalid(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def unrouted(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase.lower()}"
         headers = dict(error.headers or {})
-        return json_response(error_body(error.status_code, message), error.status_code, headers)
+        return error_response(_path(request), error_body(error.status_code, message), headers)
 
     @app.exception_handler(RecursionError)
     async def too_deep(request: Request, _: Exception) -> Response:
@@ -177,84 +188,17 @@ def _add_errors(app: fastapi.FastAPI, config: ServerConfig) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, error: Exception) -> Response:
-        return Response(status_code=_CLOSED)
+        return Response(status_code=CLOSED)
 
     @app.exception_handler(Exception)
-    async def unknown(_: Request, error: Exception) -> Response:
-        return json_response(failure(error), 500)  # the server logs it with its traceback
+    async def unknown(request: Request, error: Exception) -> Response:
+        return error_response(_path(request), failure(error))  # the server logs it with its traceback
 
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": HTTPStatus(status).phrase} for status in (400, 401, 404, 413, 500, 503)
-}
-
-
-def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
-    def responses(whole: type) -> dict[int | str, dict[str, Any]]:
-        stream = {"text/event-stream": {"schema": {"type": "string"}}}
-        return {200: {"model": whole, "content": stream}, **_ERRORS}
-
-    @app.post("/v1/chat/completions", response_model=None, responses=responses(ChatCompletion))
-    async def chat_completions(body: ChatRequest, http: Request) -> Response:
-        return await chat.create(service, body, http)
-
-    @app.post("/v1/completions", response_model=None, responses=responses(Completion))
-    async def text_completions(body: CompletionRequest, http: Request) -> Response:
-        return await completions.create(service, body, http)
-
-
-def _add_models(app: fastapi.FastAPI, service: Service) -> None:
-    def card(name: str) -> ModelCard:
-        permission = {
-            "id": f"modelperm-{name}",
-            "object": "model_permission",
-            "created": service.created,
-            "allow_create_engine": False,
-            "allow_sampling": True,
-            "allow_logprobs": True,
-            "allow_search_indices": False,
-            "allow_view": True,
-            "allow_fine_tuning": False,
-            "organization": "*",
-            "group": None,
-            "is_blocking": False,
-        }
-        return {
-            "id": name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "vllm",  # clients choose their dialect by it
-            "root": service.root,
-            "parent": None,
-            "max_model_len": service.max_model_len,
-            "permission": [permission],
-        }
-
-    @app.get("/v1/models", response_model=None, responses={200: {"model": ModelList}})
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [card(name) for name in service.names]})
-
-    @app.get("/v1/models/{name:path}", response_model=None, responses={200: {"model": ModelCard}, 404: _ERRORS[404]})
-    async def model_card(name: str) -> Response:
-        if not name:
-            raise HTTPException(404)
-        return json_response(card(service.check_model(name)))
-
-
-def _add_health(app: fastapi.FastAPI, service: Service) -> None:
-    @app.get("/health", response_model=None)
-    @app.get("/ping", response_model=None)
-    @app.post("/ping", response_model=None)
-    async def health() -> Response:
-        return Response(status_code=200 if service.client.alive else 503)
-
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__, "vllm_compat": VLLM_COMPAT}
-
-    @app.get("/load")
-    async def load() -> dict[str, int]:
-        return {"server_load": app.state.running if service.config.enable_server_load_tracking else 0}
+def _path(request: Request) -> str:
+    """The path as the routes have it, without what a proxy put before it."""
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", ""))
 
 
 class _Server(uvicorn.Server):
@@ -268,18 +212,6 @@ class _Server(uvicorn.Server):
         yield
         for sig in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(sig)
-
-
-class _Quiet(logging.Filter):
-    """Leaves paths out of the access log."""
-
-    def __init__(self, paths: tuple[str, ...]):
-        super().__init__()
-        self._paths = paths
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        path = str(record.args[2]) if isinstance(record.args, tuple) and len(record.args) > 2 else ""
-        return path.partition("?")[0] not in self._paths
 
 
 def serve(app: fastapi.FastAPI, config: ServerConfig, client: EngineClient) -> int:
@@ -299,12 +231,10 @@ def serve(app: fastapi.FastAPI, config: ServerConfig, client: EngineClient) -> i
         ssl_ciphers=config.ssl_ciphers or "TLSv1",
         log_config=None,  # leyden.log has set up logging
         log_level=config.uvicorn_log_level,
-        access_log=not config.disable_uvicorn_access_log,
+        access_log=False,  # the gate writes it
         timeout_graceful_shutdown=config.shutdown_timeout or 1,  # with 0 uvicorn reports requests that had just ended
         server_header=False,
     )
-    if config.disable_access_log_for_endpoints:
-        logging.getLogger("uvicorn.access").addFilter(_Quiet(config.disable_access_log_for_endpoints))
     if not config.local and not config.api_key:
         logger.warning(
             "anyone who reaches %s port %d can use this server; --api-key prevents it", config.host, config.port

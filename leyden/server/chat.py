@@ -4,7 +4,6 @@ Both ways of answering see the same events of the parser: a stream sends them as
 Reasoning and content never share a delta.
 """
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -13,12 +12,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from leyden.server import logprobs
-from leyden.server.client import Stream
 from leyden.server.parsers import (
-    SPECIAL,
     ContentDelta,
     Event,
-    OutputParser,
     ReasoningDelta,
     ReasoningIsContent,
     ToolCallArguments,
@@ -27,151 +23,47 @@ from leyden.server.parsers import (
     collect,
 )
 from leyden.server.protocol import ChatChoice, ChatCompletion, ChatRequest, Message, Usage
-from leyden.server.service import Choice, Service, Step, usage
+from leyden.server.service import Choice, Run, Service, Step, usage
 from leyden.server.streaming import EventStream, event, json_response, unless_disconnected
-from leyden.text.template import normalise
-from leyden.text.thinking import starts_thinking
-from leyden.types import Request
-
-_EFFORT_HINTS = ("low_effort", "medium_effort")  # what templates of this family call a request to think less
-_BRIEF_EFFORTS = ("minimal", "low")
+from leyden.server.turn import Turn, begin
 
 
 async def create(service: Service, body: ChatRequest, http: HttpRequest) -> Response:
     body.check()
     model = service.check_model(body.model)
-    response_id = service.response_id("chatcmpl", body, http)
-    kwargs = _template_kwargs(service, body)
-    prompt = await asyncio.to_thread(_prompt, service, body, kwargs)
-    thinking = service.config.reasoning_parser is not None and starts_thinking(
-        prompt, service.tokenizer, kwargs.get("enable_thinking") is not False
-    )
-    params = service.params(body, prompt, "messages", thinking)
-    requests = service.requests(response_id, body, prompt, params)
-    answer = _Answer(service, body, response_id, model, requests, kwargs, thinking)
+    service.separate(body, http)
+    response_id = service.response_id("chatcmpl-", body, http)
+    answer = _Answer(service, body, response_id, model, await begin(service, body, response_id))
     if body.stream:
-        stream = await service.generate(body, requests)
-        return EventStream(stream, answer.frames(stream), service.config.ping_interval, service.headers(body))
+        run = await answer.run()
+        return EventStream(run, answer.frames(run), service.config.ping_interval, service.headers(body))
     whole = await unless_disconnected(http.receive, answer.whole())
     return json_response(whole, headers=service.headers(body))
-
-
-def _template_kwargs(service: Service, body: ChatRequest) -> dict[str, Any]:
-    """The request's template variables over the server's; reasoning_effort speaks where neither says it exactly."""
-    given = body.chat_template_kwargs or {}
-    kwargs = {**service.config.default_chat_template_kwargs, **given}
-    if body.reasoning_effort is not None:
-        if "enable_thinking" not in given:
-            kwargs["enable_thinking"] = body.reasoning_effort != "none"
-        if body.reasoning_effort in _BRIEF_EFFORTS:
-            kwargs = {name: True for name in _EFFORT_HINTS if name in service.template.variables} | kwargs
-    return kwargs
-
-
-def _prompt(service: Service, body: ChatRequest, kwargs: dict[str, Any]) -> list[int]:
-    hidden = body.tool_choice == "none" and service.config.exclude_tools_when_tool_choice_none
-    ids = service.template.encode(
-        normalise(body.messages),
-        None if hidden else body.tools,
-        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
-        continue_final_message=body.continue_final_message,
-        kwargs=kwargs,
-    )
-    if body.add_special_tokens and service.tokenizer.bos_token_id is not None:
-        ids.insert(0, service.tokenizer.bos_token_id)
-    return service.truncate(ids, body)
-
-
-class _Turn:
-    """One choice on its way from tokens to what was said with them."""
-
-    def __init__(self, choice: Choice, parser: OutputParser, thinking: bool, end: int, call: int, named: bool = False):
-        """`end` and `call`: ids of </think> and <tool_call>. named: the client has chosen the tool."""
-        self.choice = choice
-        self.reasoning_tokens = 0
-        self._parser = parser
-        self._thinking = thinking
-        self._end = end
-        self._call = call
-        self._before_call: int | None = None
-        self._named = named
-
-    def read(self, step: Step) -> list[Event]:
-        """What a step brought, in order. The last step of the choice empties the parser."""
-        self._count_reasoning(step.token_ids)
-        events = self._parser.feed(step.text)
-        if self.choice.finish_reason is not None:
-            cut = self.choice.finish_reason != "stop" or isinstance(self.choice.stop_reason, str)
-            events += self._parser.finish(cut)
-            if self._thinking and self._before_call is not None and any(isinstance(e, ToolCallStart) for e in events):
-                self.reasoning_tokens = self._before_call  # the call itself ended the thinking
-        return events
-
-    @property
-    def finish_reason(self) -> str | None:
-        reason = self.choice.finish_reason
-        if reason is None or self._named:  # OpenAI: a call that the client has chosen is just an end
-            return reason
-        return self._parser.finish_reason(reason)
-
-    def _count_reasoning(self, ids: Sequence[int]) -> None:
-        if not self._thinking:
-            return
-        if self._end in ids:
-            self._thinking = False
-            ids = ids[: ids.index(self._end)]
-        if self._before_call is None and self._call in ids:
-            self._before_call = self.reasoning_tokens + ids.index(self._call)
-        self.reasoning_tokens += len(ids)
 
 
 class _Answer:
     """One response: its turns, and the two ways of sending them."""
 
-    def __init__(
-        self,
-        service: Service,
-        body: ChatRequest,
-        response_id: str,
-        model: str,
-        requests: list[Request],
-        kwargs: dict[str, Any],
-        thinking: bool,
-    ):
+    def __init__(self, service: Service, body: ChatRequest, response_id: str, model: str, turns: list[Turn]):
         self._service = service
         self._body = body
-        self._requests = requests
+        self._turns = turns
         self._head: dict[str, Any] = {"id": response_id, "created": int(time.time()), "model": model}
         tokenizer, config = service.tokenizer, service.config
         both = ("reasoning", "reasoning_content") if config.reasoning_field == "both" else (config.reasoning_field,)
         self._reasoning_fields = both
-        prompt = requests[0].prompt
-        special = [tokenizer.id_of(text) for text in SPECIAL]
-        end, call = tokenizer.id_of("</think>"), tokenizer.id_of("<tool_call>")
-        self._choices: dict[str, Choice] = {}
-        self._turns: list[_Turn] = []
-        for index, request in enumerate(requests):
-            choice = Choice(index, request, tokenizer, special)
-            parser = OutputParser(
-                body.callable_tools,
-                thinking=thinking,
-                force_nonempty_content=bool(kwargs.get("force_nonempty_content")),
-                parallel_tool_calls=body.parallel_tool_calls is not False,
-                special_at=choice.special_at,
-                reasoning_parser=config.reasoning_parser,
-                tool_parser=config.tool_call_parser,
-            )
-            self._choices[request.id] = choice
-            self._turns.append(_Turn(choice, parser, thinking, end, call, named=isinstance(body.tool_choice, dict)))
+        prompt = turns[0].choice.request.prompt
         self._names = logprobs.Names(tokenizer, body.return_tokens_as_token_ids or config.return_tokens_as_token_ids)
         self._prompt_ids = prompt if body.return_token_ids else None
         self._prompt_text = tokenizer.decode(prompt) if body.return_prompt_text else None
 
+    async def run(self) -> Run:
+        return await self._service.generate(self._body, [turn.choice for turn in self._turns])
+
     async def whole(self) -> ChatCompletion:
         events: list[list[Event]] = [[] for _ in self._turns]
-        with await self._service.generate(self._body, self._requests) as stream:
-            async for delta in stream:
-                choice, step = self._service.advance(stream, self._choices, delta)
+        with await self.run() as run:
+            async for choice, step in run:
                 events[choice.index] += self._turns[choice.index].read(step)
         prompt_logprobs = self._turns[0].choice.prompt_logprobs
         body: ChatCompletion = {
@@ -188,11 +80,11 @@ class _Answer:
             "prompt_text": self._prompt_text,
             "kv_transfer_params": None,
             "ec_transfer_params": None,
-            "metrics": None,
+            "metrics": self._service.timings([turn.choice for turn in self._turns]),
         }
         return body
 
-    def _choice(self, turn: _Turn, events: Sequence[Event]) -> ChatChoice:
+    def _choice(self, turn: Turn, events: Sequence[Event]) -> ChatChoice:
         return {
             "index": turn.choice.index,
             "message": self._message(events),
@@ -222,18 +114,18 @@ class _Answer:
             ]
         return message
 
-    async def frames(self, stream: Stream) -> AsyncGenerator[bytes, None]:
+    async def frames(self, run: Run) -> AsyncGenerator[bytes, None]:
         include_usage, continuous = self._service.usage_options(self._body)
         head = self._head | {"object": "chat.completion.chunk"}
 
-        def frame(turn: _Turn, choice: dict[str, Any], **more: Any) -> bytes:
+        def frame(turn: Turn, choice: dict[str, Any], **more: Any) -> bytes:
             chunk = {**head, "choices": [{"index": turn.choice.index, **choice}], **more}
             if continuous:
                 chunk["usage"] = usage([turn.choice], details=False)
             return event(chunk)
 
         started = False
-        async for delta in stream:
+        async for choice, step in run:
             frames: list[bytes] = []
             if not started:  # only now: an error before the first token gives no half-begun answer
                 started = True
@@ -241,7 +133,6 @@ class _Answer:
                 first = {"delta": role, "logprobs": None, "finish_reason": None}
                 prompt = {"prompt_token_ids": self._prompt_ids, "prompt_text": self._prompt_text}
                 frames += [frame(turn, first, **prompt) for turn in self._turns]
-            choice, step = self._service.advance(stream, self._choices, delta)
             turn = self._turns[choice.index]
             deltas = self._deltas(turn.read(step))
             found, token_ids = self._logprobs(step), self._token_ids(step)
@@ -264,7 +155,10 @@ class _Answer:
             if frames:
                 yield b"".join(frames)
         if include_usage:
-            yield event({**head, "choices": [], "usage": self._usage(), **self._service.signature})
+            told = {"choices": [], "usage": self._usage(), **self._service.signature}
+            if timings := self._service.timings([turn.choice for turn in self._turns]):
+                told["metrics"] = timings
+            yield event({**head, **told})
 
     def _deltas(self, events: Sequence[Event]) -> list[dict[str, Any]]:
         """One delta per event, and one for all events of a call in a row."""

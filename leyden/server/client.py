@@ -228,7 +228,7 @@ class Stream:
         self._interval = interval
         self._started: set[str] = set()
         self._waiting: dict[str, Delta] = {}
-        self._error: Exception | None = None
+        self.error: Exception | None = None  # ends the stream
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, delta: Delta) -> None:
@@ -243,14 +243,18 @@ class Stream:
             self._running.discard(request_id)
         if held.finish_reason == "error":
             logger.error("%s: %s", request_id, held.error)
-            self.__exit__()
-            self._error = RequestError("the engine failed on this request; the server's log says why", status=500)
-            held.finish_reason = None  # what came before the failure is delivered, then the error is raised
-        if self._due(held):
+            held.finish_reason = None
+            self.end(RequestError("the engine failed on this request; the server's log says why", status=500))
+        elif self._due(held):
             self._wake()
 
+    def end(self, error: Exception) -> None:
+        """Abort everything: what has come before is delivered, then the error is raised."""
+        self.__exit__()
+        self.fail(error)
+
     def fail(self, error: Exception) -> None:
-        self._error = error
+        self.error = error
         self._running.clear()
         self._wake()
 
@@ -271,8 +275,8 @@ class Stream:
                     del self._waiting[request_id]
                     self._started.add(request_id)
                     return delta
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if not self._running:
                 raise StopAsyncIteration
             self._reader = asyncio.get_running_loop().create_future()
@@ -291,7 +295,7 @@ class Stream:
             len(delta.token_ids) >= self._interval
             or delta.finish_reason is not None
             or delta.request_id not in self._started
-            or self._error is not None
+            or self.error is not None
         )
 
     def _wake(self) -> None:
@@ -307,6 +311,7 @@ def merge(held: Delta, delta: Delta) -> None:
     if delta.prompt_logprobs is not None:
         held.prompt_logprobs = delta.prompt_logprobs
     held.cached_tokens = max(held.cached_tokens, delta.cached_tokens)
+    held.queued = max(held.queued, delta.queued)
     held.finish_reason, held.stop_reason, held.error = delta.finish_reason, delta.stop_reason, delta.error
 
 
@@ -329,6 +334,11 @@ class EngineClient:
     async def close(self) -> None:
         self._lose("the server is shutting down")
         await self._link.close()
+
+    @property
+    def requests(self) -> int:
+        """Requests that the engine has, running or waiting."""
+        return len(self._streams)
 
     async def died(self) -> str:
         """Return once the engine has ended for good, with the reason."""

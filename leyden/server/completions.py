@@ -5,7 +5,7 @@ No template and no parsing: special tokens in the text of a prompt are special, 
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -13,9 +13,8 @@ from starlette.responses import Response
 
 from leyden.errors import RequestError
 from leyden.server import logprobs
-from leyden.server.client import Stream
 from leyden.server.protocol import Completion, CompletionChoice, CompletionRequest
-from leyden.server.service import Choice, Service, Step, usage
+from leyden.server.service import Choice, Run, Service, Step, usage
 from leyden.server.streaming import EventStream, event, json_response, unless_disconnected
 from leyden.text.thinking import starts_thinking
 from leyden.types import Request, SamplingParams, TokenLogprobs
@@ -24,28 +23,42 @@ from leyden.types import Request, SamplingParams, TokenLogprobs
 async def create(service: Service, body: CompletionRequest, http: HttpRequest) -> Response:
     body.check()
     model = service.check_model(body.model)
-    response_id = service.response_id("cmpl", body, http)
+    service.separate(body, http)
+    response_id = service.response_id("cmpl-", body, http)
     requests: list[Request] = []
-    for prompt in await asyncio.to_thread(_encode, service, body):
+    limited = body.truncate_prompt_tokens is None
+    for ids in await encode(service, body.prompts, body.add_special_tokens, limited):
+        prompt = service.truncate(ids, body)
         requests += service.requests(response_id, body, prompt, _params(service, body, prompt))
     answer = _Answer(service, body, response_id, model, requests)
     if body.stream:
-        stream = await service.generate(body, requests)
-        return EventStream(stream, answer.frames(stream), service.config.ping_interval, service.headers(body))
+        run = await answer.run()
+        return EventStream(run, answer.frames(run), service.config.ping_interval, service.headers(body))
     whole = await unless_disconnected(http.receive, answer.whole())
     return json_response(whole, headers=service.headers(body))
 
 
-def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
-    """Ids of every prompt; raises RequestError for an empty one or for an id outside the vocabulary."""
-    prompts = []
-    for prompt in body.prompts:
-        if isinstance(prompt, str):
-            prompt = service.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
-        else:
-            service.check_vocabulary("prompt", prompt)
-        prompts.append(service.truncate(prompt, body))
-    return prompts
+async def encode(
+    service: Service, prompts: Sequence[str] | Sequence[list[int]], add_special_tokens: bool, limited: bool = False
+) -> list[list[int]]:
+    """Token ids of texts, or of ids; raises RequestError for an id outside the vocabulary.
+
+    `limited`: a text that cannot fit into the context is not encoded at all.
+    """
+
+    def encode_all() -> list[list[int]]:
+        found = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                if limited:
+                    service.check_characters(prompt, "prompt")
+                prompt = service.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            else:
+                service.check_vocabulary("prompt", prompt)
+            found.append(prompt)
+        return found
+
+    return await asyncio.to_thread(encode_all)
 
 
 def _params(service: Service, body: CompletionRequest, prompt: list[int]) -> SamplingParams:
@@ -65,7 +78,6 @@ class _Answer:
     ):
         self._service = service
         self._body = body
-        self._requests = requests
         self._head: dict[str, Any] = {
             "id": response_id,
             "object": "text_completion",
@@ -76,23 +88,22 @@ class _Answer:
             service.tokenizer, body.return_tokens_as_token_ids or service.config.return_tokens_as_token_ids
         )
         self._names = names
-        self._choices = {
-            request.id: Choice(index, request, service.tokenizer) for index, request in enumerate(requests)
-        }
+        self._choices = [Choice(index, request, service.tokenizer) for index, request in enumerate(requests)]
         self._logprobs = [logprobs.CompletionLogprobs(names, body.skip_special_tokens) for _ in requests]
         self._echoed = [not body.echo for _ in requests]
 
+    async def run(self) -> Run:
+        return await self._service.generate(self._body, self._choices)
+
     async def whole(self) -> Completion:
-        texts = [""] * len(self._requests)
-        pieces: list[list[dict[str, Any]]] = [[] for _ in self._requests]
-        with await self._service.generate(self._body, self._requests) as stream:
-            async for delta in stream:
-                choice, step = self._service.advance(stream, self._choices, delta)
+        texts = [""] * len(self._choices)
+        pieces: list[list[dict[str, Any]]] = [[] for _ in self._choices]
+        with await self.run() as run:
+            async for choice, step in run:
                 text, piece = self._piece(choice, step)
                 texts[choice.index] += text
                 if piece is not None:
                     pieces[choice.index].append(piece)
-        choices = list(self._choices.values())
         body: Completion = {
             "id": self._head["id"],
             "object": "text_completion",
@@ -100,14 +111,14 @@ class _Answer:
             "model": self._head["model"],
             "choices": [
                 self._choice(choice, text, logprobs.join(found) if found else None)
-                for choice, text, found in zip(choices, texts, pieces, strict=True)
+                for choice, text, found in zip(self._choices, texts, pieces, strict=True)
             ],
             "service_tier": None,
             "system_fingerprint": self._service.fingerprint,
-            "usage": usage(choices),
+            "usage": usage(self._choices),
             "kv_transfer_params": None,
             "ec_transfer_params": None,
-            "metrics": None,
+            "metrics": self._service.timings(self._choices),
         }
         return body
 
@@ -125,12 +136,11 @@ class _Answer:
             "routed_experts": None,
         }
 
-    async def frames(self, stream: Stream) -> AsyncGenerator[bytes, None]:
+    async def frames(self, run: Run) -> AsyncGenerator[bytes, None]:
         service, body = self._service, self._body
         include_usage, continuous = service.usage_options(body)
-        untold = {choice.index for choice in self._choices.values()} if body.return_token_ids else set()
-        async for delta in stream:
-            choice, step = service.advance(stream, self._choices, delta)
+        untold = {choice.index for choice in self._choices} if body.return_token_ids else set()
+        async for choice, step in run:
             text, piece = self._piece(choice, step)
             over = choice.finish_reason is not None
             if not (text or over or piece or (body.return_token_ids and step.token_ids)):
@@ -156,9 +166,7 @@ class _Answer:
                 chunk["usage"] = usage([choice], details=False)
             yield event(chunk)
         if include_usage:
-            yield event(
-                {**self._head, "choices": [], "usage": usage(list(self._choices.values())), **service.signature}
-            )
+            yield event({**self._head, "choices": [], "usage": usage(self._choices), **service.signature})
 
     def _piece(self, choice: Choice, step: Step) -> tuple[str, dict[str, Any] | None]:
         """Text and log-probabilities of a step; the first one of an echoing choice brings the prompt along."""

@@ -42,6 +42,7 @@ class Start(msgspec.Struct):
     factory: str
     config: dict[str, Any]
     log_level: str
+    log_format: str
 
 
 class OwnProcess:
@@ -53,8 +54,16 @@ class OwnProcess:
 
     facts: dict[str, Any]
 
-    def __init__(self, factory: str, config: dict[str, Any], *, respawn: bool = False, log_level: str = "INFO"):
-        self._start = Start(factory, config, log_level)
+    def __init__(
+        self,
+        factory: str,
+        config: dict[str, Any],
+        *,
+        respawn: bool = False,
+        log_level: str = "INFO",
+        log_format: str = "text",
+    ):
+        self._start = Start(factory, config, log_level, log_format)
         self._respawn = respawn
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
@@ -129,12 +138,8 @@ class OwnProcess:
 
     def _readable(self) -> None:
         assert self._deliver is not None
-        while not self._events.closed:
-            try:
-                message = self._events.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._deliver(self._decoder.decode(message))
+        while not self._events.closed and int(self._events.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._deliver(self._decoder.decode(self._events.recv(zmq.NOBLOCK)))
 
     def _ended(self) -> None:
         assert self._deliver is not None
@@ -212,7 +217,7 @@ def main(folder: str, lifeline: int) -> int:
         events.send(encoder.encode(event))
 
     start = msgspec.msgpack.decode(commands.recv(), type=Start)
-    log.setup(start.log_level)
+    log.setup(start.log_level, start.log_format)
     try:
         module, _, function = start.factory.partition(":")
         engine: Engine = getattr(importlib.import_module(module), function)(**start.config)

@@ -22,6 +22,7 @@ from leyden.types import Grammar
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
+MAX_ANSWERS = 4096  # prompts times choices
 MAX_TOOLS = 1024
 MAX_MESSAGES = 10_000
 
@@ -52,8 +53,8 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class Generation(BaseModel):
-    """The fields that every generating endpoint shares. None means: the default of the model or of the server."""
+class Sampling(BaseModel):
+    """The fields of every request that generates. None means: the default of the model or of the server."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -70,8 +71,6 @@ class Generation(BaseModel):
     allowed_token_ids: list[int] | None = None
     seed: int | None = Field(None, description="-1: none")
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = None
     min_tokens: int = 0
     stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
     stop_token_ids: list[int] | None = None
@@ -80,8 +79,24 @@ class Generation(BaseModel):
     skip_special_tokens: bool = True
 
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
     stream_interval: int | None = Field(None, ge=1, description="tokens of one chunk")
+
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    priority: int = 0
+    request_id: str | None = None
+
+    def shared(self) -> dict[str, Any]:
+        """The fields of this class that the client has set, for another kind of request."""
+        return self.model_dump(include=set(Sampling.model_fields), exclude_unset=True)
+
+
+class Generation(Sampling):
+    """The fields of chat completions and completions."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = None
+
+    stream_options: StreamOptions | None = None
 
     prompt_logprobs: int | None = Field(None, ge=-1)
     return_token_ids: bool | None = None
@@ -90,9 +105,6 @@ class Generation(BaseModel):
 
     truncate_prompt_tokens: int | None = Field(None, ge=-1, description="-1: to what the context holds")
     truncation_side: Literal["left", "right"] = "left"
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    priority: int = 0
-    request_id: str | None = None
 
     response_format: dict[str, Any] | None = None
     thinking_token_budget: StrictInt | None = Field(
@@ -276,6 +288,8 @@ class CompletionRequest(Generation):
             raise RequestError("prompt must not be empty", "prompt")
         if len(many) > MAX_PROMPTS:
             raise RequestError(f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(many)}", "prompt")
+        if len(many) * self.n > MAX_ANSWERS:
+            raise RequestError(f"{len(many)} prompts with n={self.n} are more than {MAX_ANSWERS} answers", "n")
         return list(many)
 
     default_limit: ClassVar[int | None] = 16
@@ -353,7 +367,7 @@ class ChatCompletion(TypedDict):
     prompt_text: str | None
     kv_transfer_params: None
     ec_transfer_params: None
-    metrics: None
+    metrics: dict[str, float] | None
 
 
 class CompletionChoice(TypedDict):
@@ -379,7 +393,7 @@ class Completion(TypedDict):
     usage: Usage
     kv_transfer_params: None
     ec_transfer_params: None
-    metrics: None
+    metrics: dict[str, float] | None
 
 
 class ModelCard(TypedDict):
@@ -405,15 +419,41 @@ _TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "PayloadTooLargeError",
+    414: "UriTooLongError",
     429: "TooManyRequestsError",
     431: "HeadersTooLargeError",
     503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
 }
 
 
 def error_body(status: int, message: str, param: str | None = None) -> ErrorBody:
     kind = _TYPES.get(status, "InternalServerError")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+class AnthropicErrorDetail(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicError(TypedDict):
+    type: str
+    error: AnthropicErrorDetail
+
+
+def anthropic_error(status: int, message: str) -> AnthropicError:
+    kind = "api_error" if status >= 500 else _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def decode(body: bytes) -> dict[str, Any]:
@@ -455,7 +495,9 @@ def _not_finite(value: Any, path: str = "") -> Iterator[str]:
 def invalid(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     """What pydantic found, as our error: the field by its plain name, the place within it in the message."""
     error = errors[0]
-    path = [str(part) for part in error["loc"] if part != "body"]
+    path = [str(part) for part in error["loc"]]
+    if path and path[0] in ("body", "query", "path"):
+        del path[0]
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "missing":
         return RequestError(f"{path[0] if path else 'a body'} is required", path[0] if path else None)

@@ -4,6 +4,8 @@
 answer while it is generated.
 """
 
+import asyncio
+import functools
 import itertools
 import re
 import time
@@ -16,8 +18,9 @@ from starlette.requests import Request as HttpRequest
 
 from leyden import __version__, log
 from leyden.config.server import ServerConfig
-from leyden.errors import RequestError
+from leyden.errors import Overloaded, RequestError
 from leyden.server.client import EngineClient, Stream
+from leyden.server.metrics import Metrics
 from leyden.server.protocol import ChatRequest, CompletionRequest, StreamOptions, Usage
 from leyden.text.stream import TextStream
 from leyden.text.template import ChatTemplate
@@ -57,6 +60,7 @@ class Choice:
     """One answer while it is generated: tokens in, text out, ended by the engine or by a stop string.
 
     token_ids, logprobs    all so far; logprobs stays empty if they were not asked for
+    first, last, queued    by the clock of Request.arrival
     """
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer, keep: Collection[int] = ()):
@@ -69,6 +73,9 @@ class Choice:
         self.logprobs: list[TokenLogprobs] = []
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.first: float | None = None  # when the first token came
+        self.last = 0.0  # when the newest one came
+        self.queued = 0.0  # seconds in the queue
         self._text = TextStream(tokenizer, request.params, request.prompt, keep)
 
     @property
@@ -106,7 +113,7 @@ class Service:
 
     defaults    sampling values of the checkpoint's generation_config.json, by the names of SamplingParams; max_tokens
                 caps what a request may ask for, stop_token_ids are added to the request's
-    names       what clients may call the model; the first one is written into answers
+    names       what clients may call the model, "*" for anything; the first one is that of those who do not say
     root        where the model came from, for its card
     """
 
@@ -114,6 +121,7 @@ class Service:
     client: EngineClient
     tokenizer: Tokenizer
     template: ChatTemplate
+    metrics: Metrics
     defaults: Mapping[str, Any]
     names: tuple[str, ...]
     root: str
@@ -125,13 +133,19 @@ class Service:
     def max_model_len(self) -> int:
         return int(self.client.facts["max_model_len"])
 
+    @functools.cached_property
+    def most_characters(self) -> int:
+        """A text with more characters than this has more tokens than the context: no token stands for more bytes."""
+        tokens = range(self.tokenizer.vocab_size)
+        return self.max_model_len * max(len(self.tokenizer.bytes_of(id)) for id in tokens)
+
     @property
     def signature(self) -> dict[str, str]:
         """system_fingerprint, if there is one, for the last chunk of a stream."""
         return {} if self.fingerprint is None else {"system_fingerprint": self.fingerprint}
 
     def check_model(self, name: str | None) -> str:
-        if name and name not in self.names:
+        if name and name not in self.names and "*" not in self.names:
             there = ", ".join(self.names)
             raise RequestError(f"the model {name!r} does not exist; this server has {there}", "model", 404)
         return name or self.names[0]
@@ -139,7 +153,21 @@ class Service:
     def response_id(self, prefix: str, body: Body, http: HttpRequest) -> str:
         """The id in the body if it is a sane one, else that of the X-Request-Id header, which always has one."""
         given = body.request_id or ""
-        return f"{prefix}-{given if REQUEST_ID.fullmatch(given) else http.state.request_id}"
+        return f"{prefix}{given if REQUEST_ID.fullmatch(given) else http.state.request_id}"
+
+    def separate(self, body: Body, http: HttpRequest) -> None:
+        """--cache-salt-per-key: requests with different API keys find nothing of each other in the cache."""
+        if self.config.cache_salt_per_key:
+            body.cache_salt = f"{http.state.key}:{body.cache_salt or ''}"
+
+    def check_characters(self, text: str, field: str) -> None:
+        """Whether it can fit into the context at all, before the time is spent to find out exactly."""
+        if len(text) > self.max_model_len and len(text) > self.most_characters:
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens, but {field} has {len(text)} "
+                "characters, which is more than so many tokens hold. Please reduce the length of the prompt.",
+                field,
+            )
 
     def truncate(self, prompt: list[int], body: Body) -> list[int]:
         """truncate_prompt_tokens: keep the end of the prompt, or its beginning if the side to cut is the right one."""
@@ -225,24 +253,45 @@ class Service:
             for index, seed in enumerate(seeds)
         ]
 
-    async def generate(self, body: Body, requests: Sequence[Request]) -> Stream:
-        """Submit; RequestError or EngineDead if they are not taken."""
-        # Nobody looks at an answer that is sent whole before its end, unless a stop string may end it early.
-        whole = not body.stream and not requests[0].params.stop
-        interval = self.max_model_len if whole else body.stream_interval or self.config.stream_interval
-        return await self.client.generate(*requests, interval=interval)
+    async def generate(self, body: Body, choices: Sequence[Choice], single: bool = False) -> "Run":
+        """Submit the requests of the choices; RequestError or EngineDead if they are not taken.
 
-    def advance(self, stream: Stream, choices: Mapping[str, Choice], delta: Delta) -> tuple[Choice, Step]:
-        """Give a delta to the choice it is of (`choices` by request id); a choice that is over leaves the engine."""
-        choice = choices[delta.request_id]
-        step = choice.advance(delta)
-        if choice.finish_reason is not None:
-            if delta.finish_reason is None:
-                stream.drop(delta.request_id)
-            if self.config.enable_log_requests and self.config.enable_log_outputs:
-                text = self.tokenizer.decode(choice.token_ids)[: self.config.max_log_len]
-                logger.info("%s: answer %r", delta.request_id, text)
-        return choice, step
+        `single`: the run brings one token at a time.
+        """
+        self._check_queue(len(choices))
+        # Nobody looks at an answer that is sent whole before its end, unless a stop string may end it early.
+        whole = not body.stream and not choices[0].request.params.stop
+        interval = self.max_model_len if whole else body.stream_interval or self.config.stream_interval
+        stream = await self.client.generate(*(choice.request for choice in choices), interval=interval)
+        self.metrics.choices.add(body.n)
+        return Run(self, stream, choices, single)
+
+    def _check_queue(self, more: int) -> None:
+        if (limit := self.config.max_queued_requests) is None:
+            return
+        waiting = max(self.client.requests + more - int(self.client.facts["max_num_seqs"]), 0)
+        if waiting > limit:
+            self.metrics.rejected.inc()
+            raise Overloaded(f"more than {limit} requests are waiting (--max-queued-requests); try again later")
+
+    def log_answer(self, choice: Choice) -> None:
+        if self.config.enable_log_requests and self.config.enable_log_outputs:
+            text = self.tokenizer.decode(choice.token_ids)[: self.config.max_log_len]
+            logger.info("%s: answer %r", choice.request.id, text)
+
+    def timings(self, choices: Sequence[Choice]) -> dict[str, float] | None:
+        """Of an answer with one choice, if --enable-per-request-metrics is on."""
+        choice = choices[0]
+        if not self.config.enable_per_request_metrics or len(choices) > 1 or choice.first is None:
+            return None
+        tokens, seconds = len(choice.token_ids), choice.last - choice.first
+        return {
+            "time_to_first_token_ms": 1000 * (choice.first - choice.request.arrival),
+            "generation_time_ms": 1000 * seconds,
+            "queue_time_ms": 1000 * choice.queued,
+            "mean_itl_ms": 1000 * seconds / max(tokens - 1, 1),
+            "tokens_per_second": tokens / max(choice.last - choice.request.arrival, 1e-9),
+        }
 
     def usage_options(self, body: Body) -> tuple[bool, bool]:
         """Whether a stream ends with its usage, and whether every chunk carries the usage so far."""
@@ -277,6 +326,104 @@ class Service:
         size = int(self.client.facts["vocab_size"])
         if ids and (wrong := next((id for id in ids if not 0 <= id < size), None)) is not None:
             raise RequestError(f"{name}: token ids must be in [0, {size}), got {wrong}", name)
+
+
+class Run:
+    """The choices of one answer while the engine works on them: an async iterator of (choice, what it got).
+
+    A choice that is over leaves the engine; leaving the `with` block early aborts the others.
+    """
+
+    def __init__(self, service: Service, stream: Stream, choices: Sequence[Choice], single: bool = False):
+        self._service = service
+        self._metrics = service.metrics
+        self._stream = stream
+        self._single = single
+        self._cut: list[Delta] = []  # single tokens that have come, the next one last
+        self._choices = {choice.request.id: choice for choice in choices}
+        self._running = len(choices)
+        self._expiry: asyncio.TimerHandle | None = None
+        if seconds := service.config.request_timeout:
+            error = RequestError(f"the answer took longer than {seconds:g} s (--request-timeout)", status=504)
+            self._expiry = asyncio.get_running_loop().call_later(seconds, stream.end, error)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._stream.__exit__()
+        if self._running:
+            failed = self._stream.error is not None
+            self._metrics.finished["error" if failed else "abort"].inc(self._running)
+            self._metrics.client_aborts.inc(0 if failed else self._running)
+        else:
+            self._metrics.most_generated.add(max(len(choice.token_ids) for choice in self._choices.values()))
+        self._running = 0
+
+    def __aiter__(self) -> "Run":
+        return self
+
+    async def __anext__(self) -> tuple[Choice, Step]:
+        delta = self._cut.pop() if self._cut else await anext(self._stream)
+        if self._single and len(delta.token_ids) > 1:
+            self._cut = cut(delta)[::-1]
+            delta = self._cut.pop()
+        choice = self._choices[delta.request_id]
+        step = choice.advance(delta)
+        self._clock(choice, len(step.token_ids), delta.queued)
+        if choice.finish_reason is not None:
+            if delta.finish_reason is None:
+                self._stream.drop(delta.request_id)
+                self._cut = []
+            self._finish(choice)
+        return choice, step
+
+    def _clock(self, choice: Choice, tokens: int, queued: float) -> None:
+        """Note when tokens came. Of several at once nobody knows better than that they came at equal distances."""
+        if not tokens:
+            return
+        now = time.monotonic()
+        if choice.first is None:
+            choice.first, choice.queued = now, queued
+            self._metrics.first_token.add(now - choice.request.arrival)
+        else:
+            self._metrics.next_token.add((now - choice.last) / tokens, tokens)
+        choice.last = now
+
+    def _finish(self, choice: Choice) -> None:
+        metrics, request, tokens = self._metrics, choice.request, len(choice.token_ids)
+        self._running -= 1
+        metrics.finished[choice.finish_reason or "abort"].inc()
+        metrics.prompt.add(len(request.prompt))
+        metrics.computed.add(len(request.prompt) - choice.cached_tokens)
+        metrics.generated.add(tokens)
+        metrics.max_tokens.add(request.params.max_tokens or 0)
+        seconds = time.monotonic() - request.arrival
+        metrics.whole.add(seconds)
+        metrics.queued.add(choice.queued)
+        metrics.inference.add(seconds - choice.queued)
+        if choice.first is not None:
+            metrics.prefill.add(choice.first - request.arrival - choice.queued)
+            metrics.decode.add(choice.last - choice.first)
+            if tokens > 1:
+                metrics.per_token.add((choice.last - choice.first) / (tokens - 1))
+        self._service.log_answer(choice)
+
+
+def cut(delta: Delta) -> list[Delta]:
+    """A delta as deltas of one token each."""
+    last = len(delta.token_ids) - 1
+    first = replace(delta, token_ids=delta.token_ids[:1], logprobs=delta.logprobs and delta.logprobs[:1])
+    first.finish_reason = first.stop_reason = first.error = None
+    rest = [
+        Delta(request_id=delta.request_id, token_ids=[id], logprobs=delta.logprobs and [delta.logprobs[index]])
+        for index, id in enumerate(delta.token_ids[1:], 1)
+    ]
+    final = rest[-1] if last else first
+    final.finish_reason, final.stop_reason, final.error = delta.finish_reason, delta.stop_reason, delta.error
+    return [first, *rest]
 
 
 def fingerprint(config: ServerConfig, facts: Mapping[str, Any]) -> str | None:

@@ -5,7 +5,8 @@ connection cancels the work for it at once, streaming or not; what runs in the e
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+import functools
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractContextManager, aclosing
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from leyden import log
 from leyden.errors import EngineDead, RequestError
-from leyden.server.protocol import ErrorBody, error_body
+from leyden.server.protocol import ErrorBody, anthropic_error, error_body
 
 logger = log.get(__name__)
 
@@ -32,6 +33,11 @@ def event(data: Any) -> bytes:
     return b"data: %b\n\n" % to_json(data)
 
 
+def named_event(data: Any) -> bytes:
+    """An event whose name is the `type` in its data."""
+    return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), to_json(data))
+
+
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(to_json(data), status, headers, "application/json")
 
@@ -45,21 +51,36 @@ def failure(error: Exception) -> ErrorBody:
     return error_body(500, "the server failed on this request; its log says why")
 
 
+def error_response(path: str, body: ErrorBody, headers: dict[str, str] | None = None) -> Response:
+    """An error in the form that clients of the path know."""
+    error = body["error"]
+    told = anthropic_error(error["code"], error["message"]) if path.startswith("/v1/messages") else body
+    return json_response(told, error["code"], headers)
+
+
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; raises ClientDisconnect, with `work` cancelled, if the client goes away first.
 
     The body of the request must have been read: from then on `receive` tells of a disconnect and of nothing else.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    gone = asyncio.ensure_future(_disconnect(receive))
+    leave = functools.partial(_cancel, task)
+    gone.add_done_callback(leave)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if gone.done() and not gone.cancelled() and task.uncancel() == 0:
+            raise ClientDisconnect from None
+        raise
     finally:
-        task.cancel()
+        gone.remove_done_callback(leave)
         gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def _cancel(task: asyncio.Task[Any], _: asyncio.Future[None]) -> None:
+    task.cancel()
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -68,10 +89,12 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends the frames of an async generator as they come, then [DONE]; an error on the way becomes a last event.
+    """Sends the frames of an async generator as they come; an error on the way becomes a last event.
 
     source           what the frames are made of; left at the end, even if no frame was ever asked for
     ping_interval    seconds without a frame after which a comment line is sent; 0: never
+    done             the frame that ends the stream, after an error too
+    failed           what an error looks like
     """
 
     media_type = "text/event-stream"
@@ -82,12 +105,16 @@ class EventStream(Response):
         frames: AsyncGenerator[bytes, None],
         ping_interval: float,
         headers: dict[str, str],
+        done: bytes = DONE,
+        failed: Callable[[Exception], bytes] = lambda error: event(failure(error)),
     ):
         self.status_code = 200
         self.background = None
         self._source = source
         self._frames = frames
         self._ping_interval = ping_interval
+        self._done = done
+        self._failed = failed
         self._sent = False
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
 
@@ -112,9 +139,9 @@ class EventStream(Response):
         except Exception as error:
             if not isinstance(error, RequestError | EngineDead):
                 logger.exception("a stream failed")
-            frame = event(failure(error))
+            frame = self._failed(error)
             await send({"type": "http.response.body", "body": frame, "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._done, "more_body": False})
 
     async def _ping(self, send: Send) -> None:
         while True:

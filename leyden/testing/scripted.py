@@ -4,7 +4,8 @@
 
 FILE is {"cases": {ID: {"text": ..., "finish_reason": "stop", "chunks": [...], "cached_tokens": 0}}}. The answer to a
 request is the case whose ID is its last user message (or its whole prompt, on /v1/completions); an unknown one gets its
-own words back. Only `text` is needed:
+own words back. After results of tools, "ID #1" (2, 3 ...) comes first, so that a loop of calls can end. Only `text` is
+needed:
 
     finish_reason    "stop": an end-of-sequence token follows the text; "length": the text is cut there;
                      "error": the engine fails on the request there; "crash": the engine dies there
@@ -16,6 +17,7 @@ Grammars are compiled, so that wrong ones are refused, and then not followed.
 """
 
 import argparse
+import bisect
 import contextlib
 import itertools
 import json
@@ -25,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,12 @@ from leyden import log
 from leyden.config.server import ServerConfig
 from leyden.errors import ConfigError, RequestError
 from leyden.server.app import build, serve
-from leyden.server.client import EngineClient, InThread
+from leyden.server.client import EngineClient, InThread, Link
+from leyden.server.process import OwnProcess
 from leyden.testing import tokenizer as testing_tokenizer
 from leyden.text.template import ChatTemplate
 from leyden.text.tokenizer import Tokenizer
-from leyden.types import Delta, EngineStats, Request, TokenLogprobs
+from leyden.types import STEP_SIZES, Delta, EngineStats, Request, TokenLogprobs
 
 _USER_TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
 _NEXT_BEST = 21  # the second most likely token is always this many ids further on
@@ -98,6 +101,7 @@ class ScriptedEngine:
             "model": "scripted",
             "device": "none",
             "max_model_len": self.max_model_len,
+            "max_num_seqs": 256,
             "max_logprobs": 20,
             "vocab_size": self._tokenizer.vocab_size,
         }
@@ -121,6 +125,8 @@ class ScriptedEngine:
     def step(self) -> list[Delta]:
         time.sleep(self._step_seconds)
         self._stats.steps += 1
+        self._stats.step_tokens += len(self._running)
+        self._stats.step_sizes[bisect.bisect_left(STEP_SIZES, len(self._running))] += 1
         deltas = [self._advance(running) for running in list(self._running.values())]
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -146,9 +152,11 @@ class ScriptedEngine:
 
     def _find(self, prompt: list[int]) -> Case:
         text = self._tokenizer.decode(prompt)
-        turns = [turn for turn in _USER_TURN.findall(text) if not turn.startswith("<tool_response>")]
-        key = turns[-1] if turns else self._tokenizer.decode(prompt, skip_special_tokens=True)
-        return self._cases.get(key, Case(key))
+        turns = _USER_TURN.findall(text)
+        results = sum(1 for _ in itertools.takewhile(lambda turn: turn.startswith("<tool_response>"), reversed(turns)))
+        said = turns[: len(turns) - results]
+        key = said[-1] if said else self._tokenizer.decode(prompt, skip_special_tokens=True)
+        return self._cases.get(f"{key} #{results}") or self._cases.get(key, Case(key))
 
     def _steps(self, case: Case, forever: bool) -> Iterator[list[int]]:
         if case.steps is not None:
@@ -169,6 +177,8 @@ class ScriptedEngine:
         delta = Delta(request_id=running.request.id)
         if running.generated == 0:
             delta.cached_tokens = running.case.cached_tokens
+            delta.queued = time.monotonic() - running.request.arrival
+            self._stats.cached_tokens += delta.cached_tokens
             if params.prompt_logprobs is not None:
                 delta.prompt_logprobs = self._prompt_logprobs(running.request.prompt, params.prompt_logprobs)
         step = next(running.steps, None)
@@ -247,16 +257,22 @@ def main() -> int:
     parser.add_argument("--served-model-name", default="scripted")
     parser.add_argument("--max-model-len", type=int, default=32768, metavar="TOKENS")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="how long an engine step takes")
+    parser.add_argument("--own-process", action="store_true", help="give the engine a process of its own")
     args = parser.parse_args()
     log.setup()
     with tempfile.TemporaryDirectory() as folder:
         testing_tokenizer.write(folder)
         tokenizer = Tokenizer.from_folder(folder)
-        scripted = ScriptedEngine(
-            tokenizer, read(args.file), max_model_len=args.max_model_len, step_seconds=args.step_seconds
-        )
+        cases = read(args.file)
+        limits = {"max_model_len": args.max_model_len, "step_seconds": args.step_seconds}
+        link: Link
+        if args.own_process:
+            told = {"folder": folder, "cases": {key: asdict(case) for key, case in cases.items()}, **limits}
+            link = OwnProcess("leyden.testing.scripted:engine", told)
+        else:
+            link = InThread(ScriptedEngine(tokenizer, cases, **limits))
         config = ServerConfig(host=args.host, port=args.port)
-        client = EngineClient(InThread(scripted))
+        client = EngineClient(link)
         template = ChatTemplate.from_folder(folder, tokenizer)
         return serve(build(config, client, tokenizer, template, model=args.served_model_name), config, client)
 

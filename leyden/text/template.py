@@ -5,7 +5,8 @@ special token inside a message, a tool definition or a tool result into that tok
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from leyden.text.tokenizer import Tokenizer, read_json
 Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MOST_SECONDS = 10.0  # that rendering may take
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _RESERVED = frozenset({"messages", "tools", "documents", "tokenizer", "tokenize", "chat_template"}) | {
     "add_generation_prompt",
@@ -79,14 +81,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
+        most: int | None = None,
     ) -> str:
         """The prompt as text. `messages` have been through `normalise`; `kwargs` is chat_template_kwargs.
 
         continue_final_message leaves the last message open, at its end, and implies add_generation_prompt=False.
-        Raises RequestError if the template refuses the messages or if kwargs names what a request may not set.
+        Raises RequestError if the template refuses the messages, if it makes more than `most` characters of them, or if
+        kwargs names what a request may not set.
         """
         mark = _unused_character(messages, tools, kwargs) if continue_final_message else ""
-        return self._render(messages, tools, kwargs or {}, add_generation_prompt, mark * 2)
+        return self._render(messages, tools, kwargs or {}, add_generation_prompt, mark * 2, most)
 
     def encode(
         self,
@@ -97,6 +101,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
         plain_content: bool = True,
+        most: int | None = None,
     ) -> list[int]:
         """Token ids of what `render` gives, with special tokens only where the template puts them.
 
@@ -109,6 +114,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 kwargs=kwargs,
+                most=most,
             )
             return self._tokenizer.encode(text)
         # A character that occurs nowhere goes into each special text of the client's, which is then none to the
@@ -120,6 +126,7 @@ class ChatTemplate:
             self._shield(kwargs or {}, mark),
             add_generation_prompt,
             mark * 2 if continue_final_message else "",
+            most,
         )
         if mark not in text:
             return self._tokenizer.encode(text)
@@ -148,20 +155,24 @@ class ChatTemplate:
         kwargs: Mapping[str, Any],
         add_generation_prompt: bool,
         end: str,
+        most: int | None = None,
     ) -> str:
         """With `end` not empty: up to the end of the last message, which is found by putting `end` there."""
         if forbidden := sorted(_RESERVED & kwargs.keys()):
             raise RequestError(f"chat_template_kwargs must not set {', '.join(forbidden)}", "chat_template_kwargs")
         if end:
             messages = _with_end(messages, end + " ")
+        context = {
+            "messages": messages,
+            "tools": tools or None,
+            "add_generation_prompt": add_generation_prompt and not end,
+            **self._tokenizer.special_tokens,
+            **{name: value for name, value in kwargs.items() if name in self.variables},
+        }
         try:
-            text = self._template.render(
-                messages=messages,
-                tools=tools or None,
-                add_generation_prompt=add_generation_prompt and not end,
-                **self._tokenizer.special_tokens,
-                **{name: value for name, value in kwargs.items() if name in self.variables},
-            )
+            text = "".join(_limited(self._template.generate(context), most))
+        except RequestError:
+            raise
         except Exception as error:  # whatever the template does with a client's data is the request's failure
             raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from None
         if not end:
@@ -196,6 +207,22 @@ class ChatTemplate:
         if isinstance(value, list | tuple):
             return [self._shield(item, mark, own) for item in value]
         return value
+
+
+def _limited(pieces: Iterable[str], most: int | None) -> Iterator[str]:
+    """The pieces of a prompt, as long as it is not too long and does not take too long."""
+    length, deadline = 0, time.monotonic() + MOST_SECONDS
+    for piece in pieces:
+        length += len(piece)
+        if most is not None and length > most:
+            raise RequestError(
+                f"the prompt has more than {most} characters, so it is beyond the maximum context length. "
+                "Please reduce the length of the messages.",
+                "messages",
+            )
+        if time.monotonic() > deadline:
+            raise RequestError(f"the chat template took longer than {MOST_SECONDS} s for these messages", "messages")
+        yield piece
 
 
 def normalise(messages: Iterable[Message]) -> list[dict[str, Any]]:

@@ -1,10 +1,11 @@
-"""How many drafts of the MTP module are right on given texts, drafting greedily after every token of every answer.
+"""How many drafts are right on given texts, drafting greedily after every token of every answer: MTP, or any drafter.
 
-This is the engine's drafting: rows of known tokens hold the backbone's hidden states, only the step's own drafts hold
-the module's. On a model's own greedy answers the result is that of speculative decoding; on reference answers it is
-that of a model which would write them.
+The MTP module drafts here as in the engine: rows of known tokens hold the backbone's hidden states, only the step's own
+drafts hold the module's. On a model's own greedy answers the result is that of speculative decoding; on reference
+answers it is that of a model which would write them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,8 @@ from leyden import ops
 from leyden.model.context import Context
 from leyden.model.nemotron import Nemotron
 from leyden.train.batches import Batch, Corpus, Packing
+
+Answer = tuple[int, int, int]  # start of the example, first token, end; places in the batch
 
 
 @dataclass(frozen=True)
@@ -32,29 +35,39 @@ class Acceptance:
 
 @torch.no_grad()
 def acceptance(model: Nemotron, corpus: Corpus, drafts: int, batch_tokens: int) -> Acceptance:
-    """Of `drafts` drafts per step. At most `batch_tokens` tokens are looked at together."""
+    """Of `drafts` drafts of the MTP module per step. At most `batch_tokens` tokens are looked at together."""
     training = model.training
     model.eval()
+    with ops.using("training"):
+        found = count(
+            corpus, drafts, batch_tokens, lambda batch, answers: _accepted(model, batch, answers, drafts, batch_tokens)
+        )
+    model.train(training)
+    return found
+
+
+def count(
+    corpus: Corpus, drafts: int, batch_tokens: int, accepted: Callable[[Batch, list[Answer]], np.ndarray]
+) -> Acceptance:
+    """`accepted`: a batch and its answers -> int [T], drafts in a row that are right after each token of an answer."""
     steps = tokens = places = 0
     hits = np.zeros(drafts, dtype=np.int64)
-    with ops.using("training"):
-        for group in Packing(corpus, batch_tokens, seed=0).epoch(0):
-            batch = corpus.batch(group)
-            answers = _answers(batch)
-            accepted = _accepted(model, batch, answers, drafts, batch_tokens)
-            for _, first, end in answers:
-                hits += (accepted[first : end - 1, None] > np.arange(drafts)).sum(0)
-                places += end - 1 - first
-                at = first
-                while at < end - 1:
-                    steps, at = steps + 1, at + 1 + int(accepted[at])
-                tokens += end - 1 - first
-    model.train(training)
+    for group in Packing(corpus, batch_tokens, seed=0).epoch(0):
+        batch = corpus.batch(group)
+        answers = _answers(batch)
+        right = accepted(batch, answers)
+        for _, first, end in answers:
+            hits += (right[first : end - 1, None] > np.arange(drafts)).sum(0)
+            places += end - 1 - first
+            at = first
+            while at < end - 1:
+                steps, at = steps + 1, at + 1 + int(right[at])
+            tokens += end - 1 - first
     return Acceptance(steps, tokens, tuple(float(n) / max(1, places) for n in hits))
 
 
-def _answers(batch: Batch) -> list[tuple[int, int, int]]:
-    """(start of the example, first token, end) of every answer; at least one token stands before it."""
+def _answers(batch: Batch) -> list[Answer]:
+    """Every answer of a batch; at least one token stands before it."""
     found, start = [], 0
     for n in batch.lens:
         learn = np.concatenate([[False], batch.weights[start + 1 : start + n] > 0, [False]])
@@ -64,9 +77,7 @@ def _answers(batch: Batch) -> list[tuple[int, int, int]]:
     return found
 
 
-def _accepted(
-    model: Nemotron, batch: Batch, answers: list[tuple[int, int, int]], drafts: int, batch_tokens: int
-) -> np.ndarray:
+def _accepted(model: Nemotron, batch: Batch, answers: list[Answer], drafts: int, batch_tokens: int) -> np.ndarray:
     """int [T]: how many drafts in a row are right after each token of an answer but its last (0 elsewhere)."""
     assert model.mtp is not None
     device = next(model.parameters()).device

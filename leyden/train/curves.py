@@ -31,9 +31,9 @@ def draw(logged: Path, figure: Path) -> None:
     (losses, accuracies), (rates, speed) = canvas.subplots(2, 2)
     for axes, measure in ((losses, "loss"), (accuracies, "accuracy")):
         for name in (name for name in steps[0] if name.endswith(measure)):
-            label = {measure: "next token"}.get(name, f"{name[3]} further ahead (MTP)")
+            label = name.removesuffix(measure).rstrip("_") or "next token"  # mtp1, mtp2, ...: further ahead
             (line,) = axes.plot(x, list(_smooth(record[name] for record in steps)), label=label, linewidth=1)
-            points = [(step, found[name]) for step, found in heldout]
+            points = [(step, found[name]) for step, found in heldout if name in found]
             axes.plot(*zip(*points, strict=True) if points else ((), ()), "o", color=line.get_color(), markersize=3)
         axes.set_title(f"{measure} (dots: held out)")
         axes.legend(fontsize=8)
@@ -46,10 +46,15 @@ def draw(logged: Path, figure: Path) -> None:
     )
     norms.set_yscale("log")
     speed.plot(x, [record["tokens_per_s"] for record in steps], label="tokens per second", linewidth=1)
-    speed.set_title("tokens per second, and evenness of the experts")
-    evenness = speed.twinx()
-    evenness.plot(x, [record["router_entropy"] for record in steps], color="grey", alpha=0.6, linewidth=0.7)
-    evenness.set_ylim(0, 1.05)
+    beside = speed.twinx()
+    if "router_entropy" in steps[0]:
+        speed.set_title("tokens per second, and evenness of the experts")
+        beside.plot(x, [record["router_entropy"] for record in steps], color="grey", alpha=0.6, linewidth=0.7)
+        beside.set_ylim(0, 1.05)
+    else:
+        speed.set_title("tokens per second, and per step of decoding (dots)")
+        judged = [(step, found["tokens_per_step"]) for step, found in heldout]
+        beside.plot(*zip(*judged, strict=True) if judged else ((), ()), "o", color="grey", markersize=3)
     for axes in (losses, accuracies, rates, speed):
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -25,10 +25,8 @@ from tqdm import tqdm
 
 from leyden.errors import CheckpointError, ConfigError
 from leyden.log import get
-from leyden.model import checkpoint
-from leyden.train.batches import Corpus
+from leyden.train.batches import Corpus, Packing
 from leyden.train.curves import draw
-from leyden.train.trainer import Trainer, evaluate
 
 log = get(__name__)
 
@@ -39,13 +37,36 @@ _BESIDE = (
 )
 
 
+class Trainee(Protocol):
+    """What a run trains: `step_number` steps of `steps` are done, `tokens` have been seen; see Trainer."""
+
+    options: Any  # a dataclass, whose values must not change in the middle of a run
+    packing: Packing
+    steps: int
+    step_number: int
+    tokens: int
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def measures(self) -> list[str]:
+        """Names of the values that step() returns; "loss" is the first."""
+
+    def rate(self) -> float: ...
+    def step(self) -> Tensor: ...
+    def evaluate(self, corpus: Corpus) -> dict[str, float]: ...
+    def save(self, folder: Path, shard_bytes: int) -> None: ...
+    def state(self) -> dict[str, Tensor]: ...
+    def load(self, state: dict[str, Tensor], step_number: int, tokens: int) -> None: ...
+
+
 @dataclass(kw_only=True)
 class Run:
     """`trainer` at work in the folder `out`. `source` is the folder whose tokenizer and template the model takes."""
 
-    trainer: Trainer
+    trainer: Trainee
     out: Path
-    source: Path
+    source: Path | None  # None: a drafter has neither
     heldout: Corpus | None = None
     save_every: int = 500  # steps
     eval_every: int = 250  # steps
@@ -83,7 +104,7 @@ class Run:
                     if judge:
                         found = self.evaluate()
                         print(json.dumps({"step": number, "heldout": found}), file=lines, flush=True)
-                        bar.write(f"step {number}: held-out loss {found['loss']:.4f}, accuracy {found['accuracy']:.4f}")
+                        bar.write(f"step {number}, held out: " + ", ".join(f"{n} {v:.4f}" for n, v in found.items()))
                     if save:
                         self.save()
                     mark, tokens = time.monotonic(), trainer.tokens
@@ -98,8 +119,7 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """The model on the held-out data."""
         assert self.heldout is not None
-        options = self.trainer.options
-        found = evaluate(self.trainer.model, self.heldout, options.batch_tokens, options.mtp_depths)
+        found = self.trainer.evaluate(self.heldout)
         return {name: round(value, 6) for name, value in found.items()}
 
     def _read(self) -> list[dict[str, Any]]:
@@ -120,10 +140,11 @@ class Run:
         fresh, old = out / "model.new", out / "model.old"
         for folder in (fresh, old):
             shutil.rmtree(folder, ignore_errors=True)
-        checkpoint.save(trainer.model, fresh, self.shard_bytes)
-        for name in _BESIDE:
-            if (self.source / name).exists():
-                shutil.copy(self.source / name, fresh / name)
+        trainer.save(fresh, self.shard_bytes)
+        beside = [] if self.source is None else [self.source / name for name in _BESIDE]
+        for file in beside:
+            if file.exists():
+                shutil.copy(file, fresh / file.name)
         if (out / "model").exists():
             (out / "model").rename(old)
         fresh.rename(out / "model")
@@ -157,7 +178,7 @@ class Run:
         log.info("going on after step %d of %d", facts["step"], self.trainer.steps)
 
 
-def _identity(trainer: Trainer) -> dict[str, Any]:
+def _identity(trainer: Trainee) -> dict[str, Any]:
     """What must not change in the middle of a run."""
     options = asdict(trainer.options)
     return options | {"steps": trainer.steps, "data": trainer.packing.corpus.fingerprint, "dtype": str(trainer.dtype)}

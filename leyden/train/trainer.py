@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from leyden import ops
 from leyden.errors import ConfigError
+from leyden.model import checkpoint
 from leyden.model.nemotron import Nemotron
 from leyden.train.batches import Batch, Corpus, Packing
 from leyden.train.losses import scores
@@ -16,7 +18,7 @@ from leyden.train.optim import Optimizer, cosine
 from leyden.train.router import Balance
 
 
-def _flag(default: Any, about: str) -> Any:
+def flag(default: Any, about: str) -> Any:
     return field(default=default, metadata={"help": about})
 
 
@@ -24,34 +26,34 @@ def _flag(default: Any, about: str) -> Any:
 class Options:
     """What decides the outcome of a run; each field is the flag of the same name."""
 
-    steps: int = _flag(0, "updates of the weights; 0: as many as --epochs takes")
-    epochs: int = _flag(1, "times that the data is seen, if --steps does not say otherwise")
-    batch_tokens: int = _flag(32768, "most tokens of one forward pass")
-    accumulate: int = _flag(1, "forward passes of one step")
-    optimizer: str = _flag("adamw", "adamw, or muon: projections by Muon, the rest by AdamW")
-    lr: float = _flag(2e-3, "highest learning rate")
-    lr_floor: float = _flag(0.05, "part of it that is left at the end of the cosine")
-    warmup: int = _flag(100, "steps in which the learning rate rises")
-    weight_decay: float = _flag(0.1, "of matrices")
-    clip: float = _flag(1.0, "highest norm of the gradient")
-    mtp_depths: int = _flag(3, "passes of the MTP module that are trained; 0 leaves it alone")
-    mtp_weight: float = _flag(0.3, "of the MTP passes' mean loss")
-    prompt_weight: float = _flag(0.0, "of tokens that the model is not to write itself, against 1 for those it is")
-    bias_rate: float = _flag(1e-3, "step of the experts' selection bias, which keeps them evenly busy")
-    seed: int = _flag(0, "of the initial weights and of the order of the data")
+    steps: int = flag(0, "updates of the weights; 0: as many as --epochs takes")
+    epochs: int = flag(1, "times that the data is seen, if --steps does not say otherwise")
+    batch_tokens: int = flag(32768, "most tokens of one forward pass")
+    accumulate: int = flag(1, "forward passes of one step")
+    optimizer: str = flag("adamw", "adamw, or muon: projections by Muon, the rest by AdamW")
+    lr: float = flag(2e-3, "highest learning rate")
+    lr_floor: float = flag(0.05, "part of it that is left at the end of the cosine")
+    warmup: int = flag(100, "steps in which the learning rate rises")
+    weight_decay: float = flag(0.1, "of matrices")
+    clip: float = flag(1.0, "highest norm of the gradient")
+    mtp_depths: int = flag(3, "passes of the MTP module that are trained; 0 leaves it alone")
+    mtp_weight: float = flag(0.3, "of the MTP passes' mean loss")
+    prompt_weight: float = flag(0.0, "of tokens that the model is not to write itself, against 1 for those it is")
+    bias_rate: float = flag(1e-3, "step of the experts' selection bias, which keeps them evenly busy")
+    seed: int = flag(0, "of the initial weights and of the order of the data")
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_tokens", "accumulate"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in ("steps", "warmup", "weight_decay", "mtp_depths", "mtp_weight", "prompt_weight", "bias_rate"):
-            _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+            require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
         for name in ("lr", "clip"):
-            _require(getattr(self, name) > 0, name, "above 0", getattr(self, name))
-        _require(self.optimizer in ("adamw", "muon"), "optimizer", "adamw or muon", self.optimizer)
-        _require(0 <= self.lr_floor <= 1, "lr_floor", "in [0, 1]", self.lr_floor)
+            require(getattr(self, name) > 0, name, "above 0", getattr(self, name))
+        require(self.optimizer in ("adamw", "muon"), "optimizer", "adamw or muon", self.optimizer)
+        require(0 <= self.lr_floor <= 1, "lr_floor", "in [0, 1]", self.lr_floor)
 
 
-def _require(good: bool, name: str, wanted: str, found: object) -> None:
+def require(good: bool, name: str, wanted: str, found: object) -> None:
     if not good:
         raise ConfigError(f"--{name.replace('_', '-')} must be {wanted}, got {found}")
 
@@ -117,6 +119,14 @@ class Trainer:
     def state(self) -> dict[str, Tensor]:
         """All that the coming steps depend on, with step_number."""
         return self._optimizer.state() | {f"bias.{name}": bias.detach() for name, bias in self._biases.items()}
+
+    def evaluate(self, corpus: Corpus) -> dict[str, float]:
+        """Loss and accuracy on held-out data."""
+        return evaluate(self.model, corpus, self.options.batch_tokens, self.options.mtp_depths)
+
+    def save(self, folder: Path, shard_bytes: int) -> None:
+        """Write the checkpoint."""
+        checkpoint.save(self.model, folder, shard_bytes)
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor], step_number: int, tokens: int) -> None:

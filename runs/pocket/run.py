@@ -9,7 +9,7 @@ What a stage has made is not made again, so the same command goes on after an in
     OUT/train.safetensors    rendered examples; heldout.safetensors: of templates and words that training never sees
     OUT/run/                 the folder of `leyden train`: model/, log.jsonl, curves.png, state.safetensors
     OUT/results.json         accuracy by kind of task, loss, accepted drafts
-    OUT/answers.jsonl        what the model said to each held-out prompt
+    OUT/answers.jsonl        what the model said to each held-out prompt; own.safetensors: the same as token ids
 """
 
 import argparse
@@ -247,6 +247,7 @@ def evaluation(plan: Plan, run: Path, start: Path, heldout: Path, out: Path) -> 
         for prompt, answer in zip(prompts, answers, strict=True)
         if (ids := answer.outputs[0].token_ids)
     )
+    own.save(out / "own.safetensors")
     results["drafts_on_own_answers"] = drafts(acceptance(model, own, 3, 32768))
     write(results, out)
 

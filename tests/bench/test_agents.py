@@ -1,6 +1,7 @@
 import pytest
 
 from leyden.bench.agents import Session, Streams, Trace, simulate
+from leyden.cli import main as cli
 from leyden.engine.scheduler import Limits
 from leyden.testing.tokenizer import write
 from leyden.text.template import ChatTemplate
@@ -51,3 +52,12 @@ def test_a_session_has_as_many_turns_as_the_trace_says():
     roles = [message["role"] for message in session.messages]
     assert roles.count("user") == SMALL.turns
     assert roles.count("assistant") == answers == SMALL.turns + roles.count("tool")
+
+
+def test_the_command_prints_shares_by_turn(tmp_path, capsys):
+    write(tmp_path)
+    options = ["--sessions", "3", "--turns", "2", "--system-tokens", "200"]
+    assert cli(["bench", "agents", str(tmp_path), *options]) == 0
+    out = capsys.readouterr().out
+    assert "of what was known (synthetic trace)" in out
+    assert "\n  turn  2 " in out

@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf.quants import dequantize
+from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -132,6 +132,13 @@ def test_blocks_stay_blocks_in_memory(tmp_path: Path) -> None:
         save(q4, tmp_path / "again")
 
 
+def test_nvfp4_leaves_latent_projections_alone(tmp_path: Path) -> None:
+    tiny(tmp_path / "model", "latent", **WIDE, moe_latent_size=64)
+    mixer = loaded(convert(tmp_path / "model", tmp_path / "model.gguf", "NVFP4")).backbone.layers[3].mixer
+    assert [mixer.fc1_latent_proj.format, mixer.fc2_latent_proj.format] == [Dense(), Dense()]
+    assert mixer.experts.down_proj.format == NVFP4()
+
+
 def test_nvfp4_keeps_its_bits(tmp_path: Path) -> None:
     tiny(tmp_path / "model", **WIDE)
     model = loaded(tmp_path / "model")
@@ -156,9 +163,9 @@ def test_nvfp4_keeps_its_bits(tmp_path: Path) -> None:
                 assert torch.equal(tensor, other.bfloat16().float())
 
 
-def converters(folder: Path, path: Path, mtp: bool) -> None:
+def converters(folder: Path, path: Path, mtp: bool, kind: str = "F32") -> None:
     """What llama.cpp's converter makes of a checkpoint of this family: its names, transforms and metadata, written by
-    its own package."""
+    its own package. With a `kind`, matrices are quantised, and so is the router of the MTP block, but no other."""
     config = json.loads((folder / "config.json").read_text())
     pattern, blocks = config["hybrid_override_pattern"], len(config["hybrid_override_pattern"]) + mtp
     arch = gguf.MODEL_ARCH.NEMOTRON_H_MOE if "E" in pattern else gguf.MODEL_ARCH.NEMOTRON_H
@@ -242,11 +249,28 @@ def converters(folder: Path, path: Path, mtp: bool) -> None:
         name = name.replace("dt_bias", "dt.bias").replace("e_score_correction_bias", "e_score_correction.bias")
         there = there or table.get_name(name, try_suffixes=(".weight", ".bias"))
         assert there is not None, name
-        writer.add_tensor(there, value)
+        floats = there.endswith(("ssm_a", "ssm_d", "ssm_conv1d.weight", "ssm_norm.weight")) or value.ndim == 1
+        router = "ffn_gate_inp" in there and not there.startswith(f"{block}.")
+        if kind != "F32" and not floats and not router:
+            held = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(there, quantize(value.astype(np.float32), held), raw_dtype=held)
+        else:
+            writer.add_tensor(there, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1"])
+def test_quantised_files_of_the_converter(kind: str, tmp_path: Path) -> None:
+    tiny(tmp_path / "model", "mtp", **WIDE)
+    converters(tmp_path / "model", tmp_path / "model.gguf", mtp=True, kind=kind)
+    model, expected = loaded(tmp_path / "model.gguf"), values(loaded(tmp_path / "model"))
+    assert model.backbone.layers[3].mixer.experts.up_proj.format == Blocks(kind)
+    assert model.mtp.layers[1].mixer.gate.weight.dtype == torch.float32
+    for name, value in values(model).items():
+        assert (value - expected[name]).norm() <= 0.06 * expected[name].norm(), name
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 
 
-def make(out: Path) -> str:
-    command = [sys.executable, str(ROOT / "runs/pocket/run.py"), "--out", str(out), "--tiny", "--steps", "2"]
+def make(out: Path, script: str = "run.py") -> str:
+    command = [sys.executable, str(ROOT / "runs/pocket" / script), "--out", str(out), "--tiny", "--steps", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -31,3 +31,7 @@ def test_makes_a_model_and_measures_it(tmp_path: Path) -> None:
     said = make(out)
     assert said.count("is there") == 4
     assert "--resume" in said
+
+    make(out, "drafters.py")
+    rates = json.loads((out / "drafters.json").read_text())
+    assert rates.keys() == {"dflash", "dspark"} and rates["dflash"].keys() == {"1", "3", "5", "7"}

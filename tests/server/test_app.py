@@ -11,7 +11,6 @@ import pytest
 from leyden import __version__
 from leyden.config.server import ServerConfig
 from leyden.errors import ConfigError
-from leyden.server.app import _Quiet
 from tests.server.conftest import DATA, Server
 
 SHAPES = {shape["id"]: shape for shape in json.loads((DATA / "shapes.json").read_text())["shapes"]}
@@ -157,6 +156,16 @@ def test_documentation(start: Any, server: Server):
     body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
     assert body["schema"] == {"$ref": "#/components/schemas/ChatRequest"}
     assert server.http.get("/docs").status_code == 200
+    paths = document["paths"]
+    assert {"/v1/responses", "/v1/messages", "/tokenize", "/metrics", "/health"} <= paths.keys()
+    statuses = {status for path in paths.values() for operation in path.values() for status in operation["responses"]}
+    assert "422" not in statuses
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+        assert {"200", "400", "401", "404", "413", "429", "500", "503", "504"} <= paths[path]["post"][
+            "responses"
+        ].keys()
+    error = paths["/v1/messages"]["post"]["responses"]["400"]["content"]["application/json"]["schema"]
+    assert error == {"$ref": "#/components/schemas/AnthropicError"}
     with start({}, disable_fastapi_docs=True) as other:
         assert {other.http.get(path).status_code for path in ("/docs", "/redoc", "/openapi.json")} == {404}
 
@@ -192,14 +201,21 @@ def test_requests_are_logged_only_if_asked_for(start: Any, caplog: pytest.LogCap
     assert len(lines[1]) < 120
 
 
-def test_access_log_without_some_paths():
-    quiet = _Quiet(("/health",))
+def test_access_log(start: Any, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "leyden")
 
-    def line(path: str) -> logging.LogRecord:
-        args = ("127.0.0.1:1", "GET", path, "1.1", 200)
-        return logging.LogRecord("uvicorn.access", logging.INFO, "", 0, "%s %s %s %s %d", args, None)
+    def lines(**config: Any) -> list[str]:
+        caplog.clear()
+        with start({}, **config) as server:
+            for path in ("/health?x=1", "/version", "/v1/no%0Ape"):
+                server.http.get(path)
+        return [record.getMessage() for record in caplog.records if record.name == "leyden.server.gate"]
 
-    assert not quiet.filter(line("/health?x=1")) and quiet.filter(line("/v1/models"))
+    health, version, nope = lines()
+    assert health.startswith("GET '/health' 200 in ") and version.endswith(" ms from 127.0.0.1")
+    assert nope.startswith("GET '/v1/no\\npe' 404 in ")  # no line of the log can be forged
+    assert len(lines(disable_access_log_for_endpoints=("/health", "/version"))) == 1
+    assert lines(disable_uvicorn_access_log=True) == lines(uvicorn_log_level="warning") == []
 
 
 @pytest.mark.parametrize(

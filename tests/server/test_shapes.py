@@ -85,13 +85,13 @@ def body_of(id: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def shaped(start: Any) -> Iterator[Server]:
     """End-of-sequence tokens as recorded: 2 is a stop token, 11 the tokenizer's own. Each step gets its own chunk."""
-    with start(TEXTS, defaults={"stop_token_ids": [2]}, step_seconds=0.005) as server:
+    with start(TEXTS, defaults={"stop_token_ids": [2]}, step_seconds=0.02) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def forced(start: Any) -> Iterator[Server]:
-    with start(TEXTS, enable_force_include_usage=True, step_seconds=0.005) as server:
+    with start(TEXTS, enable_force_include_usage=True, step_seconds=0.02) as server:
         yield server
 
 

@@ -100,3 +100,11 @@ def test_program(tmp_path: Path):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_loop_of_calls_can_end(tokenizer: Tokenizer):
+    engine = ScriptedEngine(tokenizer, {"go": Case("call"), "go #1": Case("done")})
+    begin = "<|im_start|>user\ngo<|im_end|>\n"
+    result = "<|im_start|>user\n<tool_response>\nx\n</tool_response><|im_end|>\n"
+    for prompt, wanted in ((begin, "call"), (begin + result, "done"), (begin + result * 2, "call")):
+        assert engine._find(tokenizer.encode(prompt)).text == wanted

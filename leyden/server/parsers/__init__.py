@@ -99,6 +99,11 @@ class OutputParser:
         self._parser.finish(self._lexer.flush(), cut, events)
         return merged(events)
 
+    @property
+    def called(self) -> bool:
+        """Whether a call has started."""
+        return self._parser.tools.calls > 0
+
     def finish_reason(self, engine: str) -> str:
         """After `finish`: "tool_calls" if the engine says "stop" and every call is complete, else what it says."""
         tools = self._parser.tools

@@ -1,0 +1,21 @@
+"""`leyden bench WHAT`: finds the measurement and runs it."""
+
+import importlib
+from collections.abc import Sequence
+
+from leyden.errors import ConfigError
+
+# what -> (module with main(argv) -> exit code, what it measures)
+BENCHES = {
+    "api": ("leyden.bench.api", "what the HTTP server costs per request and per token"),
+    "agents": ("leyden.bench.agents", "how much of what agents send again is computed again"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("--help", "-h"):
+        print("\n".join(["usage:", *(f"  leyden bench {name:<10} {about}" for name, (_, about) in BENCHES.items())]))
+        return 0
+    if argv[0] not in BENCHES:
+        raise ConfigError(f"unknown measurement {argv[0]!r}, expected one of {', '.join(BENCHES)}")
+    return int(importlib.import_module(BENCHES[argv[0]][0]).main(argv[1:]))
