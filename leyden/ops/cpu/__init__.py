@@ -11,10 +11,13 @@ from leyden import ops
 from leyden.ops.cpu.program import available
 
 if available:
-    from leyden.ops.cpu import attention, linear, mamba, moe, norm, sample
+    from leyden.ops.cpu import attention, linear, mamba, moe, norm, sample, table
     from leyden.ops.cpu.matrix import FORMATS
 
     _kernels: dict[ops.Op, Callable[..., Any]] = {
+        ops.begin: table.begin,
+        ops.take: table.take,
+        ops.put: table.put,
         ops.rms_norm: norm.rms_norm,
         ops.add_rms_norm: norm.add_rms_norm,
         ops.route: moe.route,
