@@ -70,7 +70,7 @@ class Matrix:
 
 def matrix(weight: Weight) -> Matrix | None:
     """The matrix of a Weight; None if the kernels do not know its format or cannot read its memory."""
-    parts, format = weight._parameters, weight.format
+    parts, format = weight.parts, weight.format
     scale_type, tall, wide = 0, 1, weight.shape[-1]
     codes, scales, whole = parts.get("weight"), None, None
     match format:
