@@ -51,7 +51,7 @@ from leyden.ops.reference import moe as _moe
 from leyden.ops.reference import norm as _norm
 from leyden.ops.reference import sample as _sample
 from leyden.ops.reference import table as _table
-from leyden.ops.registry import Op, forced, using, watching
+from leyden.ops.registry import Op, forced, prepare, using, watching
 
 __all__ = ["Op", "forced", "using", "watching"]
 

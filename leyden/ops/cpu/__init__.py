@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from leyden import ops
-from leyden.ops.cpu.program import available
+from leyden.ops.cpu.program import available, prepare
+
+__all__ = ["prepare"]
 
 if available:
     from leyden.ops.cpu import attention, linear, mamba, moe, norm, sample, table

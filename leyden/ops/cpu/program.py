@@ -12,7 +12,7 @@ import struct
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -87,6 +87,13 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """Room for a result or for work in progress: every binding of a kernel gets its memory here."""
     recorder = _thread.recorder
     return torch.empty(shape, dtype=dtype) if recorder is None else recorder.arena.empty(shape, dtype)
+
+
+def prepare(weights: Iterable[Tensor]) -> None:
+    """See ops.prepare: large pages for what is read in every step. Memory that has been written keeps small ones."""
+    for weight in weights:
+        if _native is not None:
+            _native.large_pages(ctypes.c_void_p(weight.data_ptr()), ctypes.c_int64(weight.nbytes))
 
 
 def has_rows(x: Tensor) -> bool:
