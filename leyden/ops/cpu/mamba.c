@@ -256,7 +256,11 @@ INLINE void guessed_steps(const Scan *a, const Head *h, int64_t start, int64_t c
     for (int64_t t = 0; t < count; t += LANES) time_steps(a, h, start + t, count - t, dt + t, decay + t, type);
 }
 
-enum { GUESSES = 8, DIMS = 2 }; /* sums that stay in registers: of so many tokens, for so many dims of the state */
+enum {
+    GUESSES = 8, /* sums that stay in registers: of so many tokens, */
+    DIMS = 2,    /* for so many dims of the state */
+    AHEAD = 4096,
+};
 
 /* out[t][dim] = S C_t as LANES sums, for T tokens of the group and `dims` dims of S. */
 INLINE void read_state(const char *S, const Group *g, int64_t first, int64_t n, int64_t dims, vec (*out)[LANES],
@@ -268,6 +272,8 @@ INLINE void read_state(const char *S, const Group *g, int64_t first, int64_t n, 
         const int64_t last = d + 1 < dims ? d + 1 : d; /* twice the same where there is one left */
         for (int64_t v = 0; v < n; v += LANES) {
             const vec s0 = load(S, d * n + v, (d + 1) * n, type), s1 = load(S, last * n + v, (last + 1) * n, type);
+            for (int i = 0; i < DIMS; i++) /* parts follow each other in memory */
+                __builtin_prefetch(S + ((d + i) * n + v) * size_of(type) + AHEAD, 0, 2);
             for (int t = 0; t < T; t++) {
                 const vec c = load_all(g->C[first + t] + v, F32);
                 acc[0][t] += s0 * c;
