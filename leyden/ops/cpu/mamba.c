@@ -103,6 +103,7 @@ typedef struct {
 } Scan;
 
 enum {
+    AHEAD = 4096,    /* bytes: how early a state is asked for */
     MOST_N = 256,    /* of the state */
     MOST_WIDTH = 16, /* tokens of a row of guesses */
 };
@@ -156,9 +157,9 @@ INLINE void time_steps(const Scan *a, const Head *h, int64_t start, int64_t coun
 }
 
 /* S = decay S + dt x B^T and y = S C + D x, for LANES dims of a head and one token. S is read from `from` and written to
-`to`, rows of n elements `stride` apart. */
+`to`, rows of n elements `stride` apart. `pool`: that is where S is read; parts follow each other there. */
 INLINE void step(const Scan *a, const Head *h, int64_t token, float dt, float decay, const void *from, void *to,
-                 int64_t stride, int64_t dims, const int type, const int from_type, const int to_type) {
+                 int64_t stride, int64_t dims, int pool, const int type, const int from_type, const int to_type) {
     const void *B = (const char *)h->B + token * a->B_stride * size_of(type);
     const void *C = (const char *)h->C + token * a->C_stride * size_of(type);
     const vec x = load((const char *)a->x + token * a->x_stride * size_of(type), h->first, h->end, type);
@@ -171,6 +172,7 @@ INLINE void step(const Scan *a, const Head *h, int64_t token, float dt, float de
         if (dims == LANES && v + LANES <= h->n) {
             for (int i = 0; i < LANES; i++) {
                 const int64_t at = i * stride + v;
+                if (pool) __builtin_prefetch((const char *)from + at * size_of(from_type) + AHEAD, 1, 2);
                 const vec s = load_all((const char *)from + at * size_of(from_type), from_type) * decay + b * input[i];
                 y[i] += s * c;
                 store_all(s, (char *)to + at * size_of(to_type), to_type);
@@ -202,8 +204,8 @@ INLINE void scan_part(const Scan *a, const Head *h, const int type) {
         if (i == 0) time_steps(a, h, t, last + 1 - t, dt, decay, type);
         const int in = kept && t == start, out = state && t == last; /* from the pool, to the pool */
 #define STEP(from_type, to_type)                                                                      \
-    step(a, h, t, dt[i], decay[i], in ? (void *)state : desk, out ? (void *)state : desk, h->n, dims, type, from_type, \
-         to_type)
+    step(a, h, t, dt[i], decay[i], in ? (void *)state : desk, out ? (void *)state : desk, h->n, dims, in, type, \
+         from_type, to_type)
         if (state_type == F32 || (!in && !out))
             STEP(F32, F32);
         else if (in && out)
@@ -259,7 +261,6 @@ INLINE void guessed_steps(const Scan *a, const Head *h, int64_t start, int64_t c
 enum {
     GUESSES = 8, /* sums that stay in registers: of so many tokens, */
     DIMS = 2,    /* for so many dims of the state */
-    AHEAD = 4096,
 };
 
 /* out[t][dim] = S C_t as LANES sums, for T tokens of the group and `dims` dims of S. */
@@ -272,7 +273,7 @@ INLINE void read_state(const char *S, const Group *g, int64_t first, int64_t n, 
         const int64_t last = d + 1 < dims ? d + 1 : d; /* twice the same where there is one left */
         for (int64_t v = 0; v < n; v += LANES) {
             const vec s0 = load(S, d * n + v, (d + 1) * n, type), s1 = load(S, last * n + v, (last + 1) * n, type);
-            for (int i = 0; i < DIMS; i++) /* parts follow each other in memory */
+            for (int i = 0; i < DIMS; i++)
                 __builtin_prefetch(S + ((d + i) * n + v) * size_of(type) + AHEAD, 0, 2);
             for (int t = 0; t < T; t++) {
                 const vec c = load_all(g->C[first + t] + v, F32);
