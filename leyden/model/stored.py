@@ -33,6 +33,7 @@ DTYPES = (
     | {  # as safetensors calls them -> as they are kept
         "F8_E4M3": torch.float8_e4m3fn,
         "U8": torch.uint8,
+        "I8": torch.int8,
         "F8_E8M0": torch.uint8,
         "I32": torch.int32,
         "I64": torch.int64,
