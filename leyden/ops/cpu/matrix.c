@@ -194,6 +194,11 @@ typedef struct {
 
 enum { NIBBLES = 128, OCTETS = 64, FLOATS = 64 }; /* columns that are taken together */
 
+/* Rows follow each other in memory, but a row is short and two may be read side by side: what a processor foresees by
+itself is less than what memory delivers. */
+enum { AHEAD = 4096 };
+#define ASK(at) _mm_prefetch((at) + AHEAD, _MM_HINT_T0)
+
 static int32_t offset_of(int64_t kind) { return kind == E2M1 ? 12 : kind == Q8_0 || kind == INT8 ? 128 : 8; }
 
 int64_t ready_bytes(const Matrix *m) {
@@ -326,6 +331,7 @@ INLINE void dots_of_nibbles(const Matrix *m, int64_t row, const void *const *x, 
         vec by[MOST_ROWS];
         for (int r = 0; r < R; r++) {
             const __m512i bytes = _mm512_maskz_loadu_epi8(mask, codes[r] + start / 2);
+            ASK(codes[r] + start / 2);
             even[r] = _mm512_and_si512(bytes, nibble);
             odd[r] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
             if (kind == E2M1) {
@@ -365,6 +371,7 @@ INLINE void dots_of_runs(const Matrix *m, int64_t row, const void *const *x, flo
         __m256 by[MOST_ROWS];
         for (int r = 0; r < R; r++) {
             const char *block = codes[r] + i * size;
+            if (i % 2 == 0 || kind == Q8_0) ASK(block);
             if (kind == Q8_0) {
                 unsigned_codes[r] = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(block + 2)), sign);
             } else {
@@ -411,6 +418,7 @@ INLINE void dots_of_octets(const Matrix *m, int64_t row, const void *const *x, f
         vec by[MOST_ROWS];
         for (int r = 0; r < R; r++) {
             unsigned_codes[r] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, codes[r] + start), sign);
+            ASK(codes[r] + start);
             by[r] = _mm512_permutexvar_ps(index, _mm512_loadu_ps(scales[r] + scale));
         }
         for (int t = 0; t < T; t++) {
@@ -448,6 +456,7 @@ INLINE void dots_of_floats(const Matrix *m, int64_t row, const void *const *x, f
         vec by[MOST_ROWS];
         for (int r = 0; r < R; r++) {
             const __m512i bytes = _mm512_maskz_loadu_epi8(mask, m->codes + (row + r) * columns + start);
+            ASK(m->codes + (row + r) * columns + start);
             const __m512i below = _mm512_permutex2var_epi8(low[0], bytes, low[1]);
             __m512i above = _mm512_permutex2var_epi8(high[0], bytes, high[1]); /* the sign does not select */
             above = _mm512_ternarylogic_epi64(above, bytes, sign, 0xf8);       /* above | (bytes & sign) */
