@@ -16,6 +16,7 @@ class EngineConfig:
     device: str = "auto"  # cuda if there is one, else cpu
     dtype: str = "auto"  # of the activations: the checkpoint's, unless float32, bfloat16 or float16 is asked for
     load_format: str = "auto"  # auto, safetensors, dummy
+    quantization: str | None = None  # int8, int4, nvfp4, fp8: round what the checkpoint holds dense while loading
     seed: int = 0
     max_model_len: int | None = None  # tokens of prompt and answer together
     max_num_seqs: int | None = None

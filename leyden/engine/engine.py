@@ -20,6 +20,7 @@ from leyden.engine.scheduler import Limits, Scheduler
 from leyden.errors import ConfigError, RequestError
 from leyden.model import checkpoint
 from leyden.model.nemotron import Nemotron
+from leyden.model.rounded import narrow
 from leyden.text.tokenizer import Tokenizer
 from leyden.types import Delta, EngineStats, Plan, Request, Row
 
@@ -91,9 +92,11 @@ class Engine:
         dtype = dtype_of(config.dtype, getattr(torch, architecture.dtype), "--dtype")
         model = checkpoint.build(architecture, dtype, device)
         if config.load_format == "dummy":
+            if config.quantization:
+                narrow(model, config.quantization)
             checkpoint.dummy(model, config.seed)
         else:
-            checkpoint.load(model, folder)
+            checkpoint.load(model, folder, quantization=config.quantization)
         if (
             device.type == "cpu"
             and sum(p.nbytes for p in model.parameters()) < _SHARED

@@ -41,6 +41,7 @@ from leyden.formats.scheme import Scheme, describe, held_as
 from leyden.log import get
 from leyden.model.attention import Attention
 from leyden.model.nemotron import Nemotron
+from leyden.model.rounded import Rounded, narrow
 from leyden.model.stored import DTYPES, FLOATS, INDEX, Stored, named, opened, read, stored_tensors
 
 __all__ = ["Stored", "build", "dummy", "load", "resolve", "save", "stored_tensors"]
@@ -69,22 +70,35 @@ def build(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = 
     return model.to_empty(device=device)
 
 
-def load(model: Nemotron, folder: Path, device: torch.device | str = "cpu", progress: bool = True) -> None:
+def load(
+    model: Nemotron,
+    folder: Path,
+    device: torch.device | str = "cpu",
+    progress: bool = True,
+    quantization: str | None = None,
+) -> None:
     """Fill every parameter of `model` from the files of `folder`; `device` is where a model built on meta goes.
 
     Shards are read side by side, each tensor straight into its parameter. With `progress`, a bar of bytes on stderr.
+    With `quantization`, one of rounded.QUANTIZATIONS, matrices that the files hold dense are quantised on their way.
     Raises CheckpointError that lists what is missing, unexpected, of another shape or of a dtype that does not fit.
     """
     started = time.monotonic()
     plan = match(model, folder)
+    _compare(model, folder)
+    changed = narrow(model, quantization) if quantization else {}
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
-    total = fill(_addresses(model), plan, progress)
+    targets: dict[str, Tensor | Rounded] = {**_addresses(model)}
+    for name, weight in changed.items():
+        targets[f"{name}.weight"] = Rounded.of(weight)
+        if len(weight.shape) == 3:
+            targets |= {f"{one}.weight": Rounded.of(weight, i) for i, one in enumerate(each(name, weight))}
+    total = fill(targets, plan, progress)
     log.info("loaded %.2f GiB of weights in %.1f s", total / 2**30, time.monotonic() - started)
-    _compare(model, folder)
 
 
-def fill(targets: Mapping[str, Tensor], files: Mapping[str, Stored], progress: bool = True) -> int:
+def fill(targets: Mapping[str, Tensor | Rounded], files: Mapping[str, Stored], progress: bool = True) -> int:
     """Read `files` into the `targets` of the same names; returns the bytes. Files are read side by side."""
     groups = [list(group) for _, group in groupby(files.items(), key=lambda entry: entry[1].file)]
     total = sum(stored.bytes for stored in files.values())
