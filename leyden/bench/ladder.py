@@ -149,8 +149,10 @@ def main(argv: Sequence[str]) -> int:
         cells = [ladder.decode(batch, context, given.repeats) for context in contexts for batch in batches]
         reading = {tokens: ladder.prefill(tokens, given.repeats) for tokens in prefill}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    probe = ladder.probe.bytes if ladder.probe else 0
     if given.json:
-        print(json.dumps({"decode": [asdict(c) for c in cells], "prefill": reading, "peak": peak, "load": ladder.load_s}))
+        found = {"decode": [asdict(cell) for cell in cells], "prefill": reading}
+        print(json.dumps(found | {"peak": peak, "probe": probe, "load": ladder.load_s}))
         return 0
     print(f"{'batch':>6} {'context':>8} {'tokens/s':>9} {'of the floor':>13} {'GB/s then':>10}")
     for cell in cells:
@@ -159,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{cell.batch:>6} {cell.context:>8} {cell.tokens_per_s:>9.1f} {share:>13} {speed:>10}")
     for tokens, rate in reading.items():
         print(f"prompt of {tokens}: {rate:.0f} tokens/s")
-    print(f"loaded in {ladder.load_s:.1f} s, {peak / 2**30:.2f} GiB at most (the probe's half included)")
+    print(f"loaded in {ladder.load_s:.1f} s, {(peak - probe) / 2**30:.2f} GiB at most")
     return 0
 
 

@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "ssm_state_size": 128,
     "conv_kernel": 4,
     "chunk_size": 128,
-    "n_routed_experts": 72,
+    "n_routed_experts": 64,
     "num_experts_per_tok": 6,
     "moe_intermediate_size": 832,
     "moe_shared_expert_intermediate_size": 1664,

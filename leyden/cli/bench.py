@@ -8,6 +8,7 @@ from leyden.errors import ConfigError
 # what -> (module with main(argv) -> exit code, what it measures)
 BENCHES = {
     "ladder": ("leyden.bench.ladder", "how fast the engine decodes and reads, and how far from the floor"),
+    "peers": ("leyden.bench.peers", "the same weights through transformers and llama.cpp"),
     "api": ("leyden.bench.api", "what the HTTP server costs per request and per token"),
     "agents": ("leyden.bench.agents", "how much of what agents send again is computed again"),
 }

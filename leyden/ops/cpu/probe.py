@@ -16,6 +16,10 @@ class Probe:
         self._memory = torch.zeros(megabytes << 18, dtype=torch.int32)
         self._out = torch.empty(torch.get_num_threads(), dtype=torch.int64)
 
+    @property
+    def bytes(self) -> int:
+        return self._memory.nbytes
+
     def bandwidth(self, times: int = 3) -> float:
         """Bytes read per second by all threads, the best of some readings."""
         best = 0.0
