@@ -43,8 +43,8 @@ class Cell:
 
 
 def floor_bytes(model: Nemotron, engine: Engine, batch: int, context: int) -> float:
-    """What one decode step must read and write: weights once, as many experts as `batch` tokens that choose on their own
-    come upon, the states of every sequence twice, its keys and values once."""
+    """What one decode step must read and write: weights once, as many experts as `batch` tokens that choose on their
+    own come upon, the states of every sequence twice, its keys and values once."""
     config, pool = model.config, engine.runner.pool
     experts = config.n_routed_experts
     chosen = 1 - (1 - config.num_experts_per_tok / experts) ** batch if experts else 0

@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from leyden.errors import ConfigError
 
@@ -66,9 +65,7 @@ def _llama(given: argparse.Namespace) -> Figures:
     for context in [int(c) for c in given.contexts.split(",")]:
         for batch in [b for b in batches if b > 1]:
             size = ["-npp", str(context), "-ntg", str(_STEPS), "-npl", str(batch), "-c", str(batch * (context + 64))]
-            said, more, _ = _child(
-                [str(programs / "llama-batched-bench"), *common, *size, "--output-format", "jsonl"]
-            )
+            said, more, _ = _child([str(programs / "llama-batched-bench"), *common, *size, "--output-format", "jsonl"])
             run = next(json.loads(line) for line in said.splitlines() if line.startswith("{"))
             figures[_decoding(batch, context)] = run["speed_tg"]
             peak = max(peak, more)

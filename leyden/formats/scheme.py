@@ -177,8 +177,9 @@ def _describe_integers(stored: Mapping[str, Format], plain: list[str], fp8_cache
         weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False}
         kind = {"strategy": "group", "group_size": format.group} if format.group else {"strategy": "channel"}
         targets = ["Linear"] if len(groups) == 1 else names
-        described[f"group_{i}"] = {"targets": targets, "weights": weights | kind, "input_activations": None}
-        described[f"group_{i}"]["format"] = "pack-quantized" if bits == 4 else "int-quantized"
+        packing = "pack-quantized" if bits == 4 else "int-quantized"
+        group = {"targets": targets, "weights": weights | kind, "input_activations": None, "format": packing}
+        described[f"group_{i}"] = group
     kinds = {str(group["format"]) for group in described.values()}
     layout = kinds.pop() if len(kinds) == 1 else "mixed-precision"
     config = {"quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed"}

@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from leyden import ops
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
 from leyden.errors import CheckpointError
@@ -89,6 +90,7 @@ def load(
     changed = narrow(model, quantization) if quantization else {}
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
+    ops.prepare(model.parameters())
     targets: dict[str, Tensor | Rounded] = {**_addresses(model)}
     for name, weight in changed.items():
         targets[f"{name}.weight"] = Rounded.of(weight)
@@ -111,7 +113,10 @@ def fill(targets: Mapping[str, Tensor | Rounded], files: Mapping[str, Stored], p
             with opened(group[0][1].file) as file:
                 for name, stored in group:
                     target = targets[name]
-                    target.copy_(stored.read(file).reshape(target.shape))
+                    if isinstance(target, Tensor) and stored.fills(target):
+                        stored.read_into(target)
+                    else:
+                        target.copy_(stored.read(file).reshape(target.shape))
                     bar.update(stored.bytes)
 
         list(readers.map(read_all, groups))
@@ -203,6 +208,7 @@ def dummy(model: Nemotron, seed: int = 0) -> None:
 
     Every tensor has a seed of its own, from `seed` and its name. The same device gives the same values, in any dtype.
     """
+    ops.prepare(model.parameters())
     quantised = {name: weight for name, weight in matrices(model) if weight.format != Dense()}
     for name, weight in quantised.items():
         first = next(weight.parameters())

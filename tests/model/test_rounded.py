@@ -34,7 +34,9 @@ def test_every_matrix_is_what_its_format_makes_of_it(folder: Path, quantization:
         expected = weight.format.quantize(values)
         assert expected.keys() == weight.parts.keys()
         for part, tensor in expected.items():
-            assert torch.equal(weight.parts[part].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), (name, part)
+            assert torch.equal(
+                weight.parts[part].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+            ), (name, part)
 
 
 def test_four_bits_spare_what_is_small_and_delicate(folder: Path) -> None:

@@ -15,7 +15,18 @@ from leyden.formats.nvfp4 import BLOCK, NVFP4
 from leyden.ops.cpu.program import Kernel, Step, constant, empty, has_rows, types
 
 MATRIX = "ttt" + "iiiiiii"  # the fields of a Matrix in a kernel's layout
-FORMATS = ["dense", "fp8", "fp8_channel", "fp8_block", "mxfp8", "nvfp4", "int4", "int8", "q8_0", "q4_0"]  # by their names
+FORMATS = [
+    "dense",
+    "fp8",
+    "fp8_channel",
+    "fp8_block",
+    "mxfp8",
+    "nvfp4",
+    "int4",
+    "int8",
+    "q8_0",
+    "q4_0",
+]  # by their names
 
 _WIDEN = Kernel("widen", "ttiiii")
 _READY = Kernel("make_rows_ready", "tt" + MATRIX + "iii")
