@@ -68,6 +68,12 @@ class Stored:
 
     def read(self, file: Any) -> Tensor:
         """The tensor, from its opened file."""
+        if (
+            self.change is None and self.offset is not None
+        ):  # mapped memory would count as ours until the file is closed
+            plain = torch.empty(self.shape, dtype=DTYPES[self.dtype])
+            self.read_into(plain)
+            return plain
         tensor: Tensor = file.get_tensor(self.name)
         return self.change(tensor) if self.change else tensor
 
@@ -78,7 +84,7 @@ class Stored:
 
     def read_into(self, target: Tensor) -> None:
         """The bytes, from the file into the memory of `target`."""
-        memory = memoryview(target.reshape(-1).view(torch.uint8).numpy())
+        memory = target.reshape(-1).view(torch.uint8).numpy().data
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.offset or 0)
             while memory:
