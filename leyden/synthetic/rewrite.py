@@ -43,7 +43,7 @@ def shape(draw: Draw, thinking: bool) -> Example:
     style = draw.pick(list(_SHAPES))
     turned = style != "backwards" and draw.chance(0.2)
     result = _SHAPES[style](items[::-1] if turned else items)
-    text = draw.text(f"rewrite.{style}", items=", ".join(items))
+    text = draw.text(f"rewrite.{style}", items=", ".join(items), pipe=" | ")
     if turned:
         text += " " + draw.text("rewrite.backwards_too")
     return question(
