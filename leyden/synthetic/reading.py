@@ -66,7 +66,11 @@ def compare(draw: Draw, thinking: bool) -> Example:
     conversation.result(*(values.json_text(made.arguments | {field: n}) for made, n in ((first, a), (second, b))))
     winner = first if (a > b) == more else second
     answer = str(winner.arguments[name])
-    conversation.answer(answer, f"{a} or {b}: {max(a, b) if more else min(a, b)} is {answer}")
+    pairs = ", ".join(f"{made.arguments[name]} {n}" for made, n in ((first, a), (second, b)))
+    best = max(a, b) if more else min(a, b)
+    conversation.answer(
+        answer, f"{'more' if more else 'less'} {field}\n{pairs}\n{a} or {b}: {best}\n{best} is {answer}"
+    )
     return conversation.example("answer", answer, tools, setting)
 
 
