@@ -75,7 +75,8 @@ def limit(draw: Draw, thinking: bool) -> Example:
     )
     label = above if number > bound else otherwise
     item = draw.pick((draw.word("service"), draw.word("product"), draw.word("machine")))
-    rule = draw.text("classify.rule", above=above, otherwise=otherwise, bound=f"{bound} {unit}", what=what)
+    bounded = f"{bound} {unit}"
+    rule = with_articles(draw.text("classify.rule", above=above, otherwise=otherwise, bound=bounded, what=what))
     case = draw.text("classify.case", item=item, what=what, number=f"{number} {unit}")
     relation = "above" if number > bound else "equal to" if number == bound else "below"
     return question(

@@ -139,4 +139,4 @@ def in_weeks(draw: Draw, thinking: bool) -> Example:
 
 def _dated(draw: Draw, thinking: bool, after: bool, day: object, said: str, answer: str, working: str) -> Example:
     text = draw.text(f"days.{'after' if after else 'before'}", day=day, days=said)
-    return question(draw, thinking, text, answer, f"{said} {'after' if after else 'before'} {day}\n{working}")
+    return question(draw, thinking, text, answer, working)

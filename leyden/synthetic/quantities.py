@@ -82,12 +82,10 @@ def stock(draw: Draw, thinking: bool) -> Example:
     items, place = draw.word("content"), draw.pick((draw.word("city"), draw.word("company")))
     if draw.chance(0.5):
         working, result = add(first, second)
-        working = f"{second} come to {first}. {working}"
         text = draw.text("quantities.more", first=first, second=second, items=items, place=place)
     else:
         first, second = max(first, second), min(first, second)
         working, result = subtract(first, second)
-        working = f"{second} go from {first}. {working}"
         text = draw.text("quantities.fewer", first=first, second=second, items=items, place=place)
     return _answered(draw, thinking, text, f"{result} {items}", working)
 
@@ -98,7 +96,6 @@ def share(draw: Draw, thinking: bool) -> Example:
     rest = draw.below(people) if thinking and draw.chance(0.5) else 0
     items, amount = draw.word("content"), people * each + rest
     working, (quotient, left) = divide(amount, people)
-    working = f"{amount} for {people}. {working}"
     slots = {"amount": amount, "people": people, "items": items}
     if rest:
         return _answered(draw, thinking, draw.text("quantities.left", **slots), f"{left} {items}", working)
@@ -136,7 +133,6 @@ def summed(draw: Draw, thinking: bool) -> Example:
     numbers = [draw.between(2, 99 if thinking else 9) for _ in people]
     unit = draw.pick(("km", "hours", "points", "EUR", "kg", "pages", "minutes"))
     working, result = total(numbers)
-    working = f"{' + '.join(map(str, numbers))}. {working}"
     lines = ", ".join(f"{name} {number} {unit}" for name, number in zip(people, numbers, strict=True))
     return _answered(draw, thinking, draw.text("quantities.sum", lines=lines, unit=unit), f"{result} {unit}", working)
 
@@ -155,8 +151,7 @@ def longer(draw: Draw, thinking: bool) -> Example:
         amounts.reverse()
     slots = {"a": amounts[0][0], "x": amounts[0][1], "b": amounts[1][0], "y": amounts[1][1]}
     winner = a if result > other else b
-    working = f"1 {large} = {factor} {small}. {working}. {a} {result} {small}, {b} {other} {small}. "
-    working += f"{result} or {other}: {max(result, other)} is {winner}"
+    working = f"1 {large} = {factor} {small}. {working}. {result} or {other}: {max(result, other)} is {winner}"
     return _answered(draw, thinking, draw.text("quantities.compare", **slots), winner, working)
 
 

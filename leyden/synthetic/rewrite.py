@@ -25,7 +25,9 @@ def sort_numbers(draw: Draw, thinking: bool) -> Example:
         left.remove(number)
     name = "rewrite.falling" if falling else "rewrite.rising"
     text = draw.text(name, numbers=", ".join(map(str, numbers)))
-    return question(draw, thinking, text, ", ".join(map(str, order)), "\n".join([name.split(".")[1], *steps]))
+    return question(
+        draw, thinking, text, ", ".join(map(str, order)), "\n".join([name.split(".")[1], *steps, str(left[0])])
+    )
 
 
 def sort_words(draw: Draw, thinking: bool) -> Example:
@@ -150,7 +152,10 @@ def to_json(draw: Draw, thinking: bool) -> Example:
 
 
 # How a value stands in a pattern, and what is between two of them; held-out patterns use the first five.
-_PIECES = tuple("{k}: <k>~<k>~[<k>]~k=<k>~#<k>~(<k>)~<k>!~@<k>~{k} <k>~+<k>~'<k>'~{k}/<k>~*<k>*".split("~"))
+_PIECES = (
+    *("{k}: <k>", "<k>", "[<k>]", "k=<k>", "#<k>"),
+    *("(<k>)", "<k>!", "@<k>", "{k} <k>", "+<k>", "'<k>'", "{k}/<k>", "*<k>*"),
+)
 _JOINTS = (" | ", "; ", " / ", ", ", " - ", " ", " + ", " & ", " > ", " and ", " :: ", " * ", "\n")
 
 _SHAPES: dict[str, Callable[[list[str]], str]] = {
