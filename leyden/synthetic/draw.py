@@ -211,7 +211,7 @@ class Draw:
         choices = phrases(name, self.split)
         i = self.below(len(choices))
         self.templates.append(f"{name}/{self.split}/{i}")
-        template = self._chosen(choices[i])
+        template = self.alternative(choices[i])
         if self.split == "train":
             template = reworded(self, template)
             if name not in EMBEDDED:
@@ -220,11 +220,11 @@ class Draw:
 
     def fill(self, template: str, /, **slots: object) -> str:
         """`template` with one alternative of every [a|b] and every {slot} replaced."""
-        return _filled(self._chosen(template), slots)
+        return _filled(self.alternative(template), slots)
 
-    def _chosen(self, template: str) -> str:
+    def alternative(self, template: str) -> str:
         """`template` with one alternative of every [a|b], which may be nested, and of every {@part} of parts.toml."""
-        while "[" in template or "{@" in template:
+        while _PART.search(template) or _CHOICE.search(template):
             template = _PART.sub(lambda part: self.pick(part_choices(part[1])), template)
             template = _CHOICE.sub(lambda choice: self.pick(choice[1].split("|")), template)
         return template

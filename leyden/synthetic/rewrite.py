@@ -15,7 +15,7 @@ def sort_numbers(draw: Draw, thinking: bool) -> Example:
     numbers = draw.sample(range(1, top), draw.between(3, 5) if thinking else 3)
     falling = draw.chance(0.4)
     order = sorted(numbers, reverse=falling)
-    left, steps = list(numbers), []
+    left, steps = list(numbers), ["the largest first" if falling else "the smallest first"]
     for number in order[:-1]:
         best, tried = left[0], []
         for other in left[1:]:
@@ -25,9 +25,7 @@ def sort_numbers(draw: Draw, thinking: bool) -> Example:
         left.remove(number)
     name = "rewrite.falling" if falling else "rewrite.rising"
     text = draw.text(name, numbers=", ".join(map(str, numbers)))
-    return question(
-        draw, thinking, text, ", ".join(map(str, order)), "\n".join([name.split(".")[1], *steps, str(left[0])])
-    )
+    return question(draw, thinking, text, ", ".join(map(str, order)), "\n".join([*steps, str(left[0])]))
 
 
 def sort_words(draw: Draw, thinking: bool) -> Example:

@@ -29,6 +29,39 @@ def test_templates_of_both_splits_use_the_same_slots(name):
     assert set().union(*slots) == train
 
 
+def test_no_alternative_of_a_training_template_is_a_heldout_one():
+    """Whatever [a|b] and {@part} give, 100 draws of each: the wording without case and punctuation is not held out."""
+    draw = Draw(0, 0, "train")
+    places = [(phrases(name, "train"), phrases(name, "heldout")) for name in PHRASES]
+    places += [(entry["train"], entry["heldout"]) for entries in table("about").values() for entry in entries]
+    for train, heldout in places:
+        forbidden = {plain(template) for template in heldout}
+        for template in train:
+            rounds = 100 if "[" in template or "{@" in template else 0
+            assert not {plain(draw.alternative(template)) for _ in range(rounds)} & forbidden, template
+
+
+def plain(template):
+    return re.sub(r'[^a-z0-9{}<>"]+', " ", template.lower()).strip()
+
+
+def test_heldout_templates_are_plain():
+    for name in PHRASES:
+        assert not any("[" in template or "{@" in template for template in phrases(name, "heldout"))
+
+
+@pytest.mark.parametrize("name", PHRASES)
+def test_training_has_many_wordings(name):
+    draw = Draw(0, 0, "train")
+    assert len({draw.text(name, **SLOTS) for _ in range(200)}) >= 25
+
+
+SLOTS = {
+    slot: f"<{slot}>" for slot in re.findall(r"\{(\w+)\}", " ".join(t for n in PHRASES for t in phrases(n, "train")))
+}
+SLOTS |= {slot[0].lower() + slot[1:]: f"<{slot}>" for slot in SLOTS}
+
+
 def test_vocabularies_of_the_splits_differ():
     train = {word.lower() for name in SPLIT_POOLS for word in pool(name, "train")}
     assert not train & heldout_words()
@@ -107,5 +140,15 @@ def test_sample_gives_different_items():
 
 def test_fill_replaces_slots_and_alternatives():
     draw = Draw(0, 0, "train")
-    texts = {draw.fill("[Hi|Hello] {name}, {Name}[| again]", name="ann") for _ in range(60)}
-    assert texts == {f"{hello} ann, Ann{end}" for hello in ("Hi", "Hello") for end in ("", " again")}
+    texts = {draw.fill("[Hi|[Hello|Good day]] {name}, {Name}[| again]", name="ann") for _ in range(90)}
+    assert texts == {f"{hello} ann, Ann{end}" for hello in ("Hi", "Hello", "Good day") for end in ("", " again")}
+
+
+def test_fill_takes_a_form_of_a_part():
+    draw = Draw(0, 0, "train")
+    texts = {draw.fill("{@Give} it") for _ in range(300)}
+    assert "Return it" in texts and len(texts) > 15
+
+
+def test_alternatives_of_values_are_left_alone():
+    assert Draw(0, 0, "train").fill("{x}", x="[a|b] {y} {@give}") == "[a|b] {y} {@give}"
