@@ -62,6 +62,21 @@ SLOTS = {
 SLOTS |= {slot[0].lower() + slot[1:]: f"<{slot}>" for slot in SLOTS}
 
 
+def test_fill_takes_alternatives_within_alternatives():
+    draw = Draw(0, 0, "train")
+    assert {draw.fill("[a|[b|c[d|]]] e") for _ in range(90)} == {"a e", "b e", "cd e", "c e"}
+
+
+def test_fill_takes_a_form_of_a_part():
+    draw = Draw(0, 0, "train")
+    texts = {draw.fill("{@Give} it") for _ in range(300)}
+    assert "Return it" in texts and len(texts) > 15
+
+
+def test_alternatives_of_values_are_left_alone():
+    assert Draw(0, 0, "train").fill("{x}", x="[a|b] {y} {@give}") == "[a|b] {y} {@give}"
+
+
 def test_vocabularies_of_the_splits_differ():
     train = {word.lower() for name in SPLIT_POOLS for word in pool(name, "train")}
     assert not train & heldout_words()
@@ -140,15 +155,5 @@ def test_sample_gives_different_items():
 
 def test_fill_replaces_slots_and_alternatives():
     draw = Draw(0, 0, "train")
-    texts = {draw.fill("[Hi|[Hello|Good day]] {name}, {Name}[| again]", name="ann") for _ in range(90)}
-    assert texts == {f"{hello} ann, Ann{end}" for hello in ("Hi", "Hello", "Good day") for end in ("", " again")}
-
-
-def test_fill_takes_a_form_of_a_part():
-    draw = Draw(0, 0, "train")
-    texts = {draw.fill("{@Give} it") for _ in range(300)}
-    assert "Return it" in texts and len(texts) > 15
-
-
-def test_alternatives_of_values_are_left_alone():
-    assert Draw(0, 0, "train").fill("{x}", x="[a|b] {y} {@give}") == "[a|b] {y} {@give}"
+    texts = {draw.fill("[Hi|Hello] {name}, {Name}[| again]", name="ann") for _ in range(60)}
+    assert texts == {f"{hello} ann, Ann{end}" for hello in ("Hi", "Hello") for end in ("", " again")}
