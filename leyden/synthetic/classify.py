@@ -77,7 +77,7 @@ def limit(draw: Draw, thinking: bool) -> Example:
     item = draw.pick((draw.word("service"), draw.word("product"), draw.word("machine")))
     bounded = f"{bound} {unit}"
     rule = with_articles(draw.text("classify.rule", above=above, otherwise=otherwise, bound=bounded, what=what))
-    case = draw.text("classify.case", item=item, what=what, number=f"{number} {unit}")
+    case = with_articles(draw.text("classify.case", item=item, what=what, number=f"{number} {unit}"))
     relation = "above" if number > bound else "equal to" if number == bound else "below"
     return question(
         draw,

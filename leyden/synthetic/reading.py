@@ -140,12 +140,12 @@ def failure(draw: Draw, thinking: bool) -> Example:
     code, error = draw.word("fail_code"), draw.word("error_text")
     if made.arguments and draw.chance(0.4):
         error = f"{draw.pick(list(made.arguments))} {error}"
-    sign = draw.pick((": ", ": ", " - ", " | ", "=", " -> ", "! ", " / ")) if draw.split == "train" else ": "
+    sign = draw.pick((": ", ": ", " - ", " | ", "=", " -> ", " / ")) if draw.split == "train" else ": "
     rule = draw.text("rule.failed", code=code, sign=sign)
     conversation, tools = _started(draw, thinking, [made], request(draw, made.ask), setting, rule)
     conversation.result(draw.pick((values.json_text({"error": error}), f"error: {error}", f"Error: {error}")))
-    conversation.answer(f"{code}: {error}", f"the tool returned an error: {error}")
-    return conversation.example("answer", f"{code}: {error}", tools, setting)
+    conversation.answer(f"{code}{sign}{error}", f"the tool returned an error: {error}")
+    return conversation.example("answer", f"{code}{sign}{error}", tools, setting)
 
 
 def retry(draw: Draw, thinking: bool) -> Example:

@@ -12,7 +12,8 @@ def draws(count=300):
 
 def test_words_are_replaced_by_their_equals():
     texts = {reworded(draw, "Please reply with the value and nothing else.") for draw in draws()}
-    assert "Kindly answer with the value and nothing more." in texts and len(texts) > 8
+    assert len(texts) > 8 and {text.split()[0] for text in texts} == {"Please", "Kindly"}
+    assert any(text.endswith("the value and nothing more.") for text in texts)
 
 
 def test_slots_quotes_and_placeholders_stay():
