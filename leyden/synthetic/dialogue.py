@@ -109,8 +109,9 @@ def corrected(draw: Draw, thinking: bool) -> Example:
 
 def kept_list(draw: Draw, thinking: bool) -> Example:
     """A list that is changed turn by turn; every answer is the whole list."""
-    spare = draw.words(draw.pick(("food", "product", "city")), 7)
-    items = [spare.pop() for _ in range(draw.pick((2, 2, 2, 3)))]
+    words = draw.words(draw.pick(("food", "product", "city")), 7)
+    count = draw.pick((2, 2, 2, 3)) if draw.split == "train" else 2
+    spare, items = words[:-count], words[-count:]
     conversation = Conversation(draw, thinking)
     conversation.system(draw.text("dialogue.list_rule"))
     conversation.user(draw.text("dialogue.start", items=values.listed(items)))

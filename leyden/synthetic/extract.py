@@ -34,16 +34,16 @@ _IDLE = (
 def fields(draw: Draw, thinking: bool) -> Example:
     """Two to five facts of a text, sometimes one that it does not give."""
     entry = draw.pick(table("documents")["document"])
+    text = draw.pick(entry[draw.split])
     kinds = _form(draw) if draw.split == "train" and draw.chance(0.25) else entry["fields"]
     facts = {name: _value(draw, kind) for name, kind in kinds.items()}
-    while len({fact.said for fact in facts.values()}) < len(facts):  # a value that stands there twice says nothing
-        facts = {name: _value(draw, kind) for name, kind in kinds.items()}
+    while "origin" in facts and facts["origin"].json == facts["destination"].json:
+        facts["destination"] = _value(draw, "city")
     if kinds is not entry["fields"]:
         filled = _composed(draw, {}, facts)
     elif draw.split == "train" and draw.chance(0.75):
         filled = _composed(draw, entry["said"], facts)
     else:
-        text = draw.pick(entry[draw.split])
         draw.templates.append(f"document/{draw.split}/{entry[draw.split].index(text)}")
         filled = re.sub(r"\{(\w+)\}", lambda slot: facts[slot[1]].said, text)
     keys = draw.sample(list(facts), draw.between(2, 5))
@@ -68,7 +68,7 @@ def fields(draw: Draw, thinking: bool) -> Example:
 def _form(draw: Draw) -> dict[str, str]:
     """Fields that nobody has seen: made-up names, some of two words, for values of any kind."""
     names = dict.fromkeys("_".join(draw.invent() for _ in range(draw.pick((1, 1, 2)))) for _ in range(5))
-    return {name: draw.pick(_KINDS) for name in draw.sample(list(names), draw.between(2, 5))}
+    return {name: draw.pick(_KINDS) for name in draw.sample(list(names), draw.between(2, 5)) if name != "origin"}
 
 
 def _composed(draw: Draw, said: dict[str, list[str]], facts: dict[str, values.Value]) -> str:
