@@ -51,7 +51,7 @@ def framed(draw: Choices, phrase: str) -> str:
         phrase = _PLAIN.sub(lambda found: f"{found[0]}{draw.invent()} ", phrase, count=1)
     if draw.chance(0.25) and phrase[:1].isupper() and not phrase[1:2].isupper():
         phrase = phrase[0].lower() + phrase[1:]
-    if draw.chance(0.35):
+    if draw.chance(0.35) and not phrase.startswith("{"):
         before = draw.pick(_TABLE["before"])
         phrase = before + (phrase[:1].lower() + phrase[1:] if before.endswith(", ") else phrase)
     if draw.chance(0.25) and phrase[-1:] in (".", "?", "!"):

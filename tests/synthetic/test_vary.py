@@ -27,8 +27,9 @@ def test_framing_keeps_the_slots_in_order():
         assert re.findall(r"\{\w+\}", framed(draw, template)) == ["{numbers}", "{new}"]
 
 
-def test_nothing_is_put_behind_a_value():
+def test_nothing_is_put_next_to_a_value():
     assert all(framed(draw, "List: {items}").endswith("ist: {items}") for draw in draws())
+    assert all(framed(draw, "{items}: sort.").startswith("{items}: sort") for draw in draws())
 
 
 def test_framing_leaves_most_phrases_as_they_are():
