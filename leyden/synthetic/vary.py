@@ -8,7 +8,7 @@ in data/vary.toml.
 import re
 import tomllib
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -30,7 +30,7 @@ _PLAIN = re.compile(rf"\b(?:the|this|these|our|my) (?=(?:{'|'.join(_TABLE['plain
 
 
 def reworded(draw: Choices, phrase: str) -> str:
-    """`phrase` with some of its words replaced by their equals, and rarely an adjective that nobody knows."""
+    """`phrase` with some of its words replaced by their equals."""
     pieces = _pieces(phrase)
     if len(pieces) == 1:
         return phrase
@@ -44,7 +44,8 @@ def reworded(draw: Choices, phrase: str) -> str:
 
 
 def framed(draw: Choices, phrase: str) -> str:
-    """A whole request or rule with courtesy or an idle remark around it, or with less care for case and full stops."""
+    """A whole request or rule, now and then with courtesy or an idle remark around it, an adjective that nobody knows,
+    or less care for case and full stops."""
     if draw.chance(0.6):
         return phrase
     if draw.chance(0.2):
@@ -61,7 +62,7 @@ def framed(draw: Choices, phrase: str) -> str:
     return phrase
 
 
-@cache
+@lru_cache(maxsize=20_000)
 def _pieces(phrase: str) -> tuple[str, ...]:
     """`phrase` cut so that every second piece has equals; slots, quoted text and <placeholders> are left whole."""
     pieces = [""]
