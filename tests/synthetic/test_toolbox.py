@@ -8,15 +8,15 @@ PLAIN = Setting(thinking=True)
 
 
 def test_made_tools_take_the_names_of_action_and_noun():
-    tool = toolbox.made_tool(Draw(0, 0, "train"), PLAIN, noun="purchase order", id="get_{noun}")
+    tool = toolbox.made_tool(Draw(0, 0, "heldout"), PLAIN, noun="purchase order", id="get_{noun}")
     assert tool.name == "get_purchase_order"
     assert tool.params[0].name == "purchase_order_id"
-    camel = toolbox.made_tool(Draw(0, 0, "train"), Setting(True, camel=True), noun="purchase order", id="list_{nouns}")
+    camel = toolbox.made_tool(Draw(0, 0, "heldout"), Setting(True, casing="camel"), noun="purchase order", id="list_{nouns}")
     assert camel.name == "listPurchaseOrders"
 
 
 def test_schema():
-    tool = toolbox.made_tool(Draw(0, 3, "train"), PLAIN, noun="invoice", id="delete_{noun}")
+    tool = toolbox.made_tool(Draw(0, 3, "heldout"), PLAIN, noun="invoice", id="delete_{noun}")
     schema = tool.schema(described=True, defaults=True)["function"]
     assert schema["parameters"]["required"] == ["invoice_id"]
     assert schema["parameters"]["properties"]["force"] == {
