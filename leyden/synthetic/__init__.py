@@ -8,8 +8,10 @@ Two splits, "train" and "heldout", share no template and no open-class vocabular
 training and test material for a small model, not a picture of the world: only the facts about leyden are meant.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from leyden.errors import ConfigError
@@ -97,10 +99,10 @@ FAMILIES: dict[str, Family] = {
 
 def example(seed: int, index: int, split: Split = "train", families: Sequence[str] | None = None) -> Example:
     """Example `index` of the endless sequence that `seed`, `split` and `families` (None: all of the split) name."""
-    names, bounds = _weights(families, split)
+    names, bounds = _weights(None if families is None else tuple(families), split)
     draw = Draw(seed, index, split)
     point = draw.unit() * bounds[-1]
-    name = names[next(i for i, bound in enumerate(bounds) if point < bound)]
+    name = names[bisect_right(bounds, point)]
     family = FAMILIES[name]
     made = family.sample(draw, draw.chance(family.thinking))
     made["family"] = name
@@ -115,7 +117,8 @@ def generate(
         yield example(seed, index, split, families)
 
 
-def _weights(families: Sequence[str] | None, split: Split) -> tuple[list[str], list[float]]:
+@cache
+def _weights(families: tuple[str, ...] | None, split: Split) -> tuple[list[str], list[float]]:
     known = [name for name, family in FAMILIES.items() if split == "train" or not family.practice]
     names = list(known if families is None else families)
     if unknown := [name for name in names if name not in known]:

@@ -54,7 +54,7 @@ class Conversation:
         self.messages.append(message | ({"reasoning_content": working} if self.thinking else {}))
 
     def call(self, calls: Sequence[Call], working: str = "") -> None:
-        """An assistant turn with calls; its reasoning defaults to the words that ask for each, its tool and arguments."""
+        """An assistant turn with calls; its reasoning defaults to each request, its tool and arguments."""
         heads = [f"call {i}" for i in range(1, len(calls) + 1)] if len(calls) > 1 else ["needed"]
         steps = (f"{head}: {each.ask}\n{each.working}" for head, each in zip(heads, calls, strict=True))
         working = working or "\n".join(steps)

@@ -9,7 +9,7 @@ All choices are made from Random.random(), whose sequence Python keeps across ve
 import re
 import tomllib
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, TypeVar
@@ -22,17 +22,15 @@ SPLITS: tuple[Split, ...] = ("train", "heldout")
 # it can; what it is to learn is to copy, and a word that was never seen before and never comes again can only be
 # copied. Real words show the pieces of the vocabulary in the order in which they occur in English.
 INVENTED = (0.0, 0.4, 0.6, 0.7, 0.8, 1.0)
-_PREFIXES = (
-    *("anti", "auto", "bi", "co", "counter", "cross", "de", "dis", "down", "ex", "fore", "hyper", "in", "inter", "macro"),
-    *("mega", "micro", "mid", "mis", "multi", "non", "out", "over", "photo", "poly", "post", "pre", "pro", "re", "semi"),
-    *("sub", "super", "sur", "tele", "therm", "trans", "tri", "ultra", "un", "under", "up", "with"),
-)
-_SUFFIXES = (
-    *("able", "age", "al", "ance", "ant", "ation", "berg", "burg", "dom", "ed", "ence", "er", "ery", "ette", "ford", "ful"),
-    *("graph", "hood", "ia", "ian", "ible", "ic", "ier", "ify", "ing", "ion", "ish", "ism", "ist", "ity", "ive", "ize"),
-    *("less", "let", "ling", "logy", "ment", "meter", "ness", "or", "ous", "scope", "sen", "ship", "sion", "some", "son"),
-    *("stone", "ton", "tory", "ture", "ville", "ward", "wood", "work", "worth", "y"),
-)
+_PREFIXES = ("anti", "auto", "bi", "co", "counter", "cross", "de", "dis", "down", "ex", "fore", "hyper", "in",
+             "inter", "macro", "mega", "micro", "mid", "mis", "multi", "non", "out", "over", "photo", "poly",
+             "post", "pre", "pro", "re", "semi", "sub", "super", "sur", "tele", "therm", "trans", "tri", "ultra",
+             "un", "under", "up", "with")  # fmt: skip
+_SUFFIXES = ("able", "age", "al", "ance", "ant", "ation", "berg", "burg", "dom", "ed", "ence", "er", "ery",
+             "ette", "ford", "ful", "graph", "hood", "ia", "ian", "ible", "ic", "ier", "ify", "ing", "ion", "ish",
+             "ism", "ist", "ity", "ive", "ize", "less", "let", "ling", "logy", "ment", "meter", "ness", "or",
+             "ous", "scope", "sen", "ship", "sion", "some", "son", "stone", "ton", "tory", "ture", "ville",
+             "ward", "wood", "work", "worth", "y")  # fmt: skip
 _ONSETS = (
     *(
         "b",
@@ -197,7 +195,7 @@ class Draw:
         return found if len(set(found)) == len(found) else self.words(name, n)
 
     def unseen(self, p: float) -> bool:
-        """In training true with probability `p`, held out never (and without a draw): for what only training makes up."""
+        """True with probability `p` in training, never held out (and without a draw): for what only training has."""
         return self.split == "train" and self.chance(p)
 
     def _disguised(self, name: str, word: str) -> str:
@@ -262,7 +260,7 @@ class Draw:
         return filled
 
 
-@lru_cache(4096)  # tools of made-up words bring ever new templates
+@cache
 def _parts(template: str) -> tuple[tuple[str, str], ...]:
     """`template` as (kind, part): "text" as it is, "slot" for {name}, "pick" for [a|b]."""
     found = []

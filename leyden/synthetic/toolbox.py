@@ -1,9 +1,9 @@
 """Tools, requests for them, and boxes of several tools to choose from.
 
 A tool is one of the list in tools.toml or an action crossed with a noun (get_ticket, share_invoice, ...); in training
-more than half are new ones instead: any verb with any noun, with parameters of any names, so that nothing but reading the
-schema helps. A box holds the tools a request needs and distractors: same noun and other action, same action and other
-noun, or anything.
+more than half are new ones instead: any verb with any noun, with parameters of any names, so that nothing but reading
+the schema helps. A box holds the tools a request needs and distractors: same noun and other action, same action and
+other noun, or anything.
 """
 
 import re
@@ -141,7 +141,8 @@ def new_tool(draw: Draw, setting: Setting, noun: str = "", verb: str = "", retur
         name = f"{draw.invent()} {draw.between(1, 9)}"  # only the description tells
         about = draw.pick(texts["about"][:4]).format(**words)
     required = draw.pick((1, 1, 1, 2, 2, 3) if returning else (0, 1, 1, 1, 2, 2, 3))
-    params, placed = [], ""
+    params: list[Param] = []
+    placed = ""
     for i in range(required):
         bare = i == 0 and draw.chance(0.65)
         param, say = _new_param(draw, setting, f"p{i}", noun, texts["plain" if returning else "kinds"], bare)

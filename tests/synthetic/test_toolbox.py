@@ -11,7 +11,9 @@ def test_made_tools_take_the_names_of_action_and_noun():
     tool = toolbox.made_tool(Draw(0, 0, "heldout"), PLAIN, noun="purchase order", id="get_{noun}")
     assert tool.name == "get_purchase_order"
     assert tool.params[0].name == "purchase_order_id"
-    camel = toolbox.made_tool(Draw(0, 0, "heldout"), Setting(True, casing="camel"), noun="purchase order", id="list_{nouns}")
+    camel = toolbox.made_tool(
+        Draw(0, 0, "heldout"), Setting(True, casing="camel"), noun="purchase order", id="list_{nouns}"
+    )
     assert camel.name == "listPurchaseOrders"
 
 
