@@ -282,7 +282,11 @@ def call(draw: Draw, tool: Tool, setting: Setting, optional: float = 0.5) -> Cal
         else:
             slots[param.slot] = value.said
         working += _steps(param.name, value)
-    ask = draw.fill(draw.pick(tool.ask), **slots)
+    template = draw.pick(tool.ask)
+    if draw.unseen(0.5):
+        thing = draw.pick(table("tools")["new"]["things"]).replace("{noun}", tool.noun)
+        template = re.sub(rf"((the|this) )?\b{re.escape(tool.noun)} \{{id\}}", thing, template, count=1)
+    ask = draw.fill(template, **slots)
     if draw.split == "train":
         tails = draw.shuffled(tails)
     return Call(tool, arguments, _joined(draw, ask, tails), "\n".join(working))

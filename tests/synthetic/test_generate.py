@@ -145,3 +145,12 @@ def test_every_sum_of_the_reasoning_is_true(examples):
                     assert eval(left.replace("x", "*")) == int(right), working
                 seen += 1
     assert seen > 300
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_request_of_a_chain_does_not_give_the_id_away(split):
+    for each in generate(4, 150, split, ["chain"]):
+        calls = [call for message in each["messages"] for call in message.get("tool_calls", [])]
+        found = next(iter(json.loads(calls[1]["function"]["arguments"]).values()))
+        request = next(message["content"] for message in each["messages"] if message["role"] == "user")
+        assert not re.search(rf"(?<!\w){re.escape(found)}(?!\w)", request), request
