@@ -10,12 +10,12 @@ _POOLS = ("city", "product", "food", "first_name", "tag", "color", "code_word")
 
 
 def sort_numbers(draw: Draw, thinking: bool) -> Example:
-    """Numbers in rising or falling order; the reasoning takes the smallest (or largest) left again and again."""
+    """Numbers in rising or falling order; the reasoning takes the smallest (or largest) one again and again."""
     top = draw.pick((20, 99, 99, 500))
     numbers = draw.sample(range(1, top), draw.between(3, 5) if thinking else 3)
     falling = draw.chance(0.4)
     order = sorted(numbers, reverse=falling)
-    left, steps = list(numbers), ["the largest first" if falling else "the smallest first"]
+    left, steps = list(numbers), []
     for number in order[:-1]:
         steps.append(f"{' '.join(map(str, left))}: {number}")
         left.remove(number)

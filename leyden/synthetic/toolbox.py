@@ -152,7 +152,7 @@ def new_tool(draw: Draw, setting: Setting, noun: str = "", verb: str = "", retur
         placed += (" " if apart == " and " and params[-1].kind.startswith(("list", "numbers")) else apart) + say
         params.append(param)
     ask = draw.pick(texts["asks"]).format(**words) + placed
-    if params and draw.chance(0.2):  # "send to Rome the parcel"
+    if len(params) == 1 and draw.chance(0.3):  # "send to Rome the parcel"
         ask = draw.pick(texts["asks_after"]).format(**words, placed=placed.strip().removeprefix("and "))
     for i in range(draw.pick((0, 0, 1, 1, 2, 3))):
         param, say = _new_param(draw, setting, f"o{i}", noun, texts["kinds"], optional=True)
