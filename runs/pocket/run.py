@@ -59,7 +59,7 @@ def full() -> Plan:
         examples=200_000,
         heldout=1_000,
         prompts=500,
-        answer_tokens=300,
+        answer_tokens=640,
         seconds=300,
         flags=(
             *("--optimizer", "muon", "--lr", "4e-3", "--warmup", "100", "--batch-tokens", "32768"),
