@@ -60,7 +60,7 @@ class Device:
             assert cached == seen, "another sequence wrote into this one's pages"
             if row.sample:
                 self.last[row.slot] = rule(seen)
-            results.append(Sampled(self.last[row.slot] if row.sample else None))
+            results.append(Sampled([self.last[row.slot]] if row.sample else []))
         for slot, target in plan.snapshots:
             self.state[target] = list(self.state[slot])
         return results
