@@ -114,11 +114,11 @@ class SpeculativeConfig:
         return resolve(self.model, self.revision)
 
     def settle(self, target: ModelConfig, model: str) -> "SpeculativeConfig":
-        """The same with what it leaves open, for the target `model`; reads the drafter's config.json.
+        """The same with what it leaves open, for the target in `model`; reads the drafter's config.json.
 
         Raises ConfigError if there is no such drafter, or if it is none of this method.
         """
-        own = self.model in ("", model)
+        own = self.model in ("", model) or self.folder.resolve() == Path(model).resolve()
         mtp, network = target.num_nextn_predict_layers > 0, None
         if not own and self.method in ("mtp", "ngram"):
             what = "is a part of the target's checkpoint" if self.method == "mtp" else "needs no model"

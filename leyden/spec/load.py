@@ -1,5 +1,6 @@
 """From what --speculative-config came to, to a drafter for a model that is in place."""
 
+from leyden.cache.pool import DraftShape
 from leyden.config.speculative import SpeculativeConfig
 from leyden.errors import ConfigError
 from leyden.model import draft_checkpoint
@@ -10,18 +11,23 @@ from leyden.spec.mtp import MTP
 from leyden.spec.ngram import NGram
 
 
-def load(config: SpeculativeConfig, model: Nemotron) -> Drafter:
-    """The drafter of a settled `config`, in the model's dtype and on its device. Networks are read from their files.
+def load(config: SpeculativeConfig, model: Nemotron) -> tuple[Drafter, DraftShape]:
+    """The drafter of a settled `config`, in the model's dtype and on its device, and the room it needs in the pool.
 
-    Raises ConfigError for a method that the model is not built for, CheckpointError for files that do not fit it.
+    Networks are read from their files; a model for method mtp must have been built with its MTP module. Raises
+    CheckpointError for files that do not fit the model.
     """
     width = config.num_speculative_tokens
     match config.method:
         case "mtp":
-            return MTP(model, width)
+            mtp = MTP(model, width)
+            return mtp, DraftShape(width, mtp.lookahead, mtp_layers=model.config.mtp_pattern.count("*"))
         case "dflash" | "dspark":
             network = draft_checkpoint.load(config.folder, model).eval().requires_grad_(False)
-            return DFlash(network, model, width, config.enable_adaptive_verification)
+            dflash, made = DFlash(network, model, width, config.enable_adaptive_verification), network.config
+            layers = (made.num_hidden_layers, made.num_key_value_heads, made.head_dim)
+            return dflash, DraftShape(width, dflash.lookahead, layers=layers)
         case "ngram":
-            return NGram(width, config.prompt_lookup_min, config.prompt_lookup_max)
+            ngram = NGram(width, config.prompt_lookup_min, config.prompt_lookup_max)
+            return ngram, DraftShape(width, ngram.lookahead)
     raise ConfigError(f"--speculative-config.method {config.method}: not yet")

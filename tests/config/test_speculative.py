@@ -136,6 +136,7 @@ def test_the_checkpoints_tell_the_method(tmp_path: Path):
     assert settle(model=dspark).method == "dspark" and settle(model=dflash, num_speculative_tokens=3).method == "dflash"
     assert settle(WITH_MTP, num_speculative_tokens=3).method == "mtp"
     assert settle(WITH_MTP, model="target").model == ""
+    assert read(model=str(tmp_path / "a" / ".." / "a")).settle(WITH_MTP, dspark).method == "mtp"  # the same folder
 
 
 def test_the_number_of_drafts_where_none_is_given(tmp_path: Path):
