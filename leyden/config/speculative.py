@@ -44,6 +44,13 @@ _IGNORED = {
     "disable_lookahead_block_hashes": _ALWAYS,
     "index_share_for_mtp_iteration": "there is no sparse index to share",
 }
+# fields that the engine does not look at yet, and what it does instead
+_LATER = {
+    "num_speculative_tokens_per_batch_size": "not yet: the number of drafts does not depend on the load",
+    "enable_adaptive_verification": "not yet: all drafts are tried",
+    "synthetic_acceptance_rates": "not yet: the target decides what is kept",
+    "synthetic_acceptance_length": "not yet: the target decides what is kept",
+}
 # beginning of keys -> why they cannot be served, unless null or false
 _REFUSED = {
     "tensor_parallel_size": "the key is draft_tensor_parallel_size",
@@ -184,7 +191,8 @@ class SpeculativeConfig:
 
 def notes(raw: Mapping[str, Any]) -> list[str]:
     """One line for each key that changes nothing here."""
-    found = [f"{key} {value} has no effect: {_IGNORED[key]}" for key, value in raw.items() if key in _IGNORED and value]
+    reasons = _IGNORED | _LATER
+    found = [f"{key} {value} has no effect: {reasons[key]}" for key, value in raw.items() if key in reasons and value]
     if raw.get("rejection_sample_method") == "block":
         found.append("rejection_sample_method block has no effect: drafts are kept while they are what the target says")
     return [f"--speculative-config.{line}" for line in found]
