@@ -77,7 +77,7 @@ def again(draw: Draw, thinking: bool) -> Example:
     conversation.result(values.json_text(first.arguments | {field: number}))
     conversation.answer(str(number), f"{field} is {number}")
     conversation.user(draw.text("dialogue.again", other=other))
-    conversation.call([second], f"needed: {words_of(tool.name)} for {other}\n{arguments_working(second)}")
+    conversation.call([second], f"needed: the same for {other}\n{arguments_working(second)}")
     return conversation.example("tool_calls", expected_calls([second]), tools, setting)
 
 

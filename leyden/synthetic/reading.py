@@ -170,7 +170,8 @@ def chain(draw: Draw, thinking: bool) -> Example:
     actor = made_tool(draw, setting, noun=noun, id=draw.pick(_BY_ID))
     find, act = call(draw, finder, setting, optional=0), call(draw, actor, setting, optional=0.3)
     found = act.arguments[actor.params[0].name]
-    it = re.sub(rf"(the |this )?{noun}( (that has|with)( the)? id|:)? {found}", "it", act.ask)
+    link = r"( ((that has|with|of|under|whose)( the)? id( is)?|number|no\.)|:)?"
+    it = re.sub(rf"((the|this|that|our|my) )?{noun}{link} \(?{found}\)?", "it", act.ask)
     done = draw.word("done_code")
     text = draw.text("reading.chain", ask=find.ask, it=it)
     rule = draw.text("rule.done", code=done)

@@ -109,3 +109,21 @@ def test_fill_replaces_slots_and_alternatives():
     draw = Draw(0, 0, "train")
     texts = {draw.fill("[Hi|Hello] {name}, {Name}[| again]", name="ann") for _ in range(60)}
     assert texts == {f"{hello} ann, Ann{end}" for hello in ("Hi", "Hello") for end in ("", " again")}
+
+
+def test_examples_differ_in_how_much_is_made_up():
+    known = set(pool("code_word", "train"))
+    shares = {sum(word not in known for word in Draw(0, i, "train").words("code_word", 20)) / 20 for i in range(60)}
+    assert {0.0, 1.0} <= shares and len(shares) > 8
+
+
+def test_made_up_words_are_words_and_none_is_held_out():
+    draw = Draw(0, 1, "train")
+    words = [draw.invent() for _ in range(5000)]
+    assert all(re.fullmatch("[a-z]{3,14}", word) for word in words)
+    assert not heldout_words() & {form for word in words for form in (word, f"{word}s", word[:3], word[:4])}
+
+
+def test_nouns_of_two_words_occur_in_training():
+    drawn = {Draw(0, i, "train").word("noun") for i in range(300)} - set(pool("noun", "train"))
+    assert sum(" " in word for word in drawn) > 30
