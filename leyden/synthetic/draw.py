@@ -14,6 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal, TypeVar
 
+from leyden.synthetic.vary import EMBEDDED, framed, reworded
+
 T = TypeVar("T")
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
@@ -240,38 +242,45 @@ class Draw:
         return self.invent() if len(word) < 3 or not beginnings.isdisjoint(_unwanted()) else word
 
     def text(self, name: str, /, **slots: object) -> str:
-        """One template of phrases.toml, filled in."""
+        """One template of phrases.toml, filled in; in training reworded and framed (`leyden.synthetic.vary`)."""
         choices = phrases(name, self.split)
         i = self.below(len(choices))
         self.templates.append(f"{name}/{self.split}/{i}")
-        return self.fill(choices[i], **slots)
+        template = self.alternative(choices[i])
+        if self.split == "train":
+            template = reworded(self, template)
+            if name not in EMBEDDED:
+                template = framed(self, template)
+        return _filled(template, slots)
 
     def fill(self, template: str, /, **slots: object) -> str:
         """`template` with one alternative of every [a|b] and every {slot} replaced."""
-        filled = ""
-        for kind, part in _parts(template):
-            match kind:
-                case "text":
-                    filled += part
-                case "slot":
-                    filled += _slot(part, slots)
-                case "pick":
-                    filled += self.fill(self.pick(part.split("|")), **slots)
-        return filled
+        return _filled(self.alternative(template), slots)
+
+    def alternative(self, template: str) -> str:
+        """`template` with one alternative of every [a|b], which may be nested, and of every {@part} of parts.toml."""
+        while _PART.search(template) or _CHOICE.search(template):
+            template = _PART.sub(lambda part: self.pick(part_choices(part[1])), template)
+            template = _CHOICE.sub(lambda choice: self.pick(choice[1].split("|")), template)
+        return template
 
 
 @cache
-def _parts(template: str) -> tuple[tuple[str, str], ...]:
-    """`template` as (kind, part): "text" as it is, "slot" for {name}, "pick" for [a|b]."""
-    found = []
-    for part in re.split(r"(\[[^\[\]]*\]|\{\w*\})", template):
-        if part.startswith("["):
-            found.append(("pick", part[1:-1]))
-        elif part.startswith("{"):
-            found.append(("slot", part[1:-1]))
-        elif part:
-            found.append(("text", part))
-    return tuple(found)
+def part_choices(name: str) -> tuple[str, ...]:
+    """The forms of the part `name` of training phrases; {@Name} begins with a capital letter."""
+    parts = table("parts")
+    if name in parts:
+        return tuple(parts[name])
+    return tuple(form[:1].upper() + form[1:] for form in parts[name[0].lower() + name[1:]])
+
+
+def _filled(template: str, slots: dict[str, object]) -> str:
+    return _SLOT.sub(lambda slot: _slot(slot[1], slots), template)
+
+
+_PART = re.compile(r"\{@(\w+)\}")
+_CHOICE = re.compile(r"\[([^\[\]]*)\]")
+_SLOT = re.compile(r"\{(\w+)\}")
 
 
 def _slot(name: str, slots: dict[str, object]) -> str:

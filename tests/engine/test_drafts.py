@@ -1,9 +1,14 @@
 """Drafts in the engine: they may make a step longer, they may never change an answer."""
 
-import pytest
+import random
 
+import pytest
+import torch
+
+from leyden.model.context import Context
 from leyden.types import Request, SamplingParams
 from tests.engine import drafters
+from tests.engine import test_thinking as thinking
 from tests.engine.conftest import engine, oracle, run
 from tests.engine.device import tokens_of
 from tests.engine.drafters import Scripted
@@ -139,3 +144,131 @@ def test_sampled_answers_are_those_without_drafts(model, what, overlap):
             for one, other in zip(got, want, strict=True):
                 assert (one.token_id, one.rank, one.top_ids) == (other.token_id, other.rank, other.top_ids)
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def answer_of(deltas):
+    return tokens_of(deltas), deltas[-1].finish_reason, deltas[-1].stop_reason
+
+
+def compare(model, arrivals, rule=drafters.half, width=4, **options):
+    """Everybody's answer with drafts, checked to be what it is without any. Gives the engine."""
+    overlap = options.pop("overlap", False)
+    plain = run(engine(model, **options), arrivals)
+    texts = [request.prompt + tokens_of(plain[request.id]) for _, request in arrivals]
+    made = engine(model, drafter=Scripted(width, texts, rule, lookahead=1), overlap=overlap, **options)
+    drafted = run(made, arrivals)
+    assert {name: answer_of(deltas) for name, deltas in drafted.items()} == {
+        name: answer_of(deltas) for name, deltas in plain.items()
+    }
+    assert not failures(made)
+    return made
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("place", range(1, 10))
+def test_p30_a_stop_token_inside_a_block(model, answers, texts, place, overlap):
+    """Whatever draft it is: nothing comes behind it, and the state that is kept is that of the answer."""
+    answer = answers[17]
+    stop = answer[place]
+    made = engine(model, snapshots=8, drafter=Scripted(4, texts, drafters.perfect), overlap=overlap)
+    deltas = run(made, [(0, greedy("a", prompt_of(17), N, stop_token_ids=[stop]))])["a"]
+    got = answer[: answer.index(stop) + 1]
+    assert answer_of(deltas) == (got, "stop", stop)
+    assert made.stats().generated_tokens == len(got)
+    prompt = prompt_of(17) + got + [7]
+    longer = run(made, [(0, greedy("b", prompt, 5))])["b"]
+    assert tokens_of(longer) == oracle(model, prompt, 5)
+    # with async scheduling the next step had begun, and took the stop token in
+    assert longer[0].cached_tokens == len(prompt) - 2 + overlap
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_p30_min_tokens_and_a_stop_token_that_is_drafted(model, answers, overlap):
+    for n in (13, 17):
+        stops = answers[n][2:6]
+        for least in (0, 3, 5, 9):
+            request = greedy("a", prompt_of(n), N, stop_token_ids=stops, min_tokens=least)
+            compare(model, [(0, request)], drafters.perfect, overlap=overlap)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_p30_max_tokens_and_the_context_end_inside_a_block(model, answers, texts, overlap):
+    made = engine(model, drafter=Scripted(4, texts, drafters.perfect), overlap=overlap)
+    for most in range(1, 12):
+        deltas = run(made, [(0, greedy("a", prompt_of(17), most))])["a"]
+        assert answer_of(deltas) == (answers[17][:most], "length", None)
+    for longest in range(20, 26):
+        short = engine(
+            model, max_model_len=longest, pages=2, drafter=Scripted(4, texts, drafters.perfect, 3), overlap=overlap
+        )
+        deltas = run(short, [(0, greedy("a", prompt_of(17), N))])["a"]
+        assert answer_of(deltas) == (answers[17][: longest - 17], "length", None)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_abort_with_drafts_under_way(model, answers, texts, overlap):
+    """Nobody knows how far its state is, so only its pages are kept: the same prompt gets the same answer again."""
+    made = engine(model, snapshots=8, drafter=Scripted(4, texts, drafters.half), overlap=overlap)
+    for steps in range(1, 8):
+        made.submit(greedy("a", prompt_of(17), N))
+        for _ in range(steps):
+            made.step()
+        made.abort("a")
+        while made.busy:
+            made.step()
+        made.check()
+        out = run(made, [(0, greedy("b", prompt_of(17) + answers[17][:6], N - 6))])["b"]
+        assert tokens_of(out) == answers[17][6:]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_thinking_budgets_inside_a_block(model, overlap):
+    draw = random.Random(5)
+    arrivals = []
+    for n in range(8):
+        prompt = [draw.randrange(20, 500) for _ in range(draw.randrange(1, 40))] + [thinking.OPEN, thinking.LINE]
+        markers = draw.choice((thinking.MARKERS, thinking.WORDY))
+        budget, grace = draw.choice((0, 3, 9, 20)), draw.choice((0, 6))
+        params = thinking.params(budget, grace, markers, temperature=0.8, seed=n, max_tokens=30)
+        params.logit_bias = {thinking.LINE: 3.0}
+        arrivals.append((n, Request(id=f"r{n}", prompt=prompt, params=params)))
+    made = compare(model, arrivals, drafters.half, overlap=overlap, step_tokens=24)
+    assert sum(made.stats().accepted_tokens) > 30
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_kinds_of_requests_in_too_little_room(model, overlap):
+    wishes = [*SAMPLED.values(), {"stop_token_ids": list(range(0, 512, 9))}, {"temperature": 0}]
+    arrivals = [
+        (
+            i % 5,
+            Request(
+                id=f"r{i}",
+                prompt=prompt_of(3 + 5 * i, 8),
+                params=SamplingParams(**({"seed": i, "max_tokens": 25} | wish)),
+            ),
+        )
+        for i, wish in enumerate(wishes)
+    ]
+    options = {"seqs": 5, "snapshots": 3, "pages": 14, "page": 8, "step_tokens": 20, "max_model_len": 100}
+    made = compare(model, arrivals, drafters.half, overlap=overlap, **options)
+    assert made.stats().preemptions
+
+
+def test_coupled_drafts_of_a_twin_are_all_right(model):
+    """Drawn with the noise of their places from the target's own logits, they are what the target draws."""
+
+    def logits(text):
+        with torch.inference_mode():
+            hidden, _ = model(torch.tensor(text), Context.packed([len(text)]))
+            return model.logits(hidden[-1])
+
+    request = Request(id="a", prompt=prompt_of(9), params=SamplingParams(top_p=0.9, seed=3, max_tokens=25))
+    shares = []
+    for coupled in (True, False):
+        made = engine(model, drafter=drafters.Twin(3, logits), coupled=coupled)
+        run(made, [(0, request)])
+        stats = made.stats()
+        assert not stats.failed_drafts
+        shares.append(sum(stats.accepted_tokens) / stats.drafted_tokens)
+    assert shares[0] == 1 > shares[1] + 0.3
