@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from leyden import log
-from leyden.cache.pool import Pool
+from leyden.cache.pool import NO_DRAFTER, Pool
 from leyden.config.engine import EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
@@ -21,6 +21,7 @@ from leyden.errors import ConfigError, RequestError
 from leyden.model import checkpoint
 from leyden.model.nemotron import Nemotron
 from leyden.spec.drafter import Drafter
+from leyden.spec.load import load
 from leyden.text.tokenizer import Tokenizer
 from leyden.types import Delta, EngineStats, Plan, Request, Row
 
@@ -97,7 +98,9 @@ class Engine:
         texts = resolve(config.tokenizer) if config.tokenizer else folder
         architecture = ModelConfig.from_folder(folder, config.hf_overrides)
         dtype = dtype_of(config.dtype, getattr(torch, architecture.dtype), "--dtype")
-        model = checkpoint.build(architecture, dtype, device)
+        drafting = config.speculative.settle(architecture, str(folder)) if config.speculative else None
+        mtp = drafting is not None and drafting.method == "mtp"
+        model = checkpoint.build(architecture, dtype, device, mtp)
         if config.load_format == "dummy":
             checkpoint.dummy(model, config.seed)
         else:
@@ -108,10 +111,14 @@ class Engine:
             and not os.getenv("OMP_NUM_THREADS")
         ):
             torch.set_num_threads(1)
-        split = divide(config, architecture, dtype, device.type, free(config, device))
+        model.eval().requires_grad_(False)
+        drafter, room = load(drafting, model) if drafting else (None, NO_DRAFTER)
+        split = divide(config, architecture, dtype, device.type, free(config, device), room)
         engine = cls(
-            model.eval().requires_grad_(False),
+            model,
             split,
+            drafter=drafter,
+            coupled=drafting is not None and drafting.draft_sample_method == "probabilistic",
             tokenizer=lambda: Tokenizer.from_folder(texts),
             overlap=device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
             max_logprobs=config.max_logprobs,

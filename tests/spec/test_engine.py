@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from leyden.cache.pool import PoolShape
+from leyden.config.engine import EngineConfig
 from leyden.config.speculative import SpeculativeConfig
 from leyden.engine.engine import Engine
 from leyden.engine.memory import Split
 from leyden.model.nemotron import Nemotron
 from leyden.spec.load import load
+from leyden.testing import checkpoints, drafters
 from leyden.train.acceptance import Acceptance, acceptance
 from leyden.train.batches import Corpus
 from leyden.train.drafter import DrafterOptions, DrafterTrainer
@@ -150,3 +152,23 @@ def test_a_cached_prefix_is_drafted_from_too(target: Nemotron, folders: dict[str
         for name in (f"a{length}", f"b{length}"):
             assert tokens_of(run(made, [(0, request(name, prompt))])[name]) == expected
     assert not made.stats().failed_drafts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_engine_is_loaded_with_what_the_configuration_says(tmp_path: Path, method: str):
+    config = checkpoints.tiny(tmp_path / "target", "mtp", tokenizer=False)
+    keys: dict[str, Any] = {"num_speculative_tokens": WIDTH}
+    if method in ("dflash", "dspark"):
+        drafters.tiny(tmp_path / "drafter", config, method)
+        keys["model"] = str(tmp_path / "drafter")
+    elif method == "ngram":
+        keys["method"] = "ngram"
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "kv_cache_memory_bytes": 2**24, "device": "cpu"}
+    told = {"draft_sample_method": "probabilistic", **keys}
+    plain, drafting = (
+        Engine.load(EngineConfig(model=str(tmp_path / "target"), speculative_config=spec, **sizes))
+        for spec in ({}, told)
+    )
+    asked = [(0, request("a", [5, 6, 7, 5, 6], temperature=1.0, seed=3))]
+    expected = tokens_of(run(plain, asked)["a"])
+    assert tokens_of(run(drafting, asked)["a"]) == expected and drafting.stats().drafts and not plain.stats().drafts
