@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from leyden.cache.pool import PoolShape
+from leyden.cache.pool import DraftShape, PoolShape
 from leyden.config.model import ModelConfig
 from leyden.engine.engine import Engine
 from leyden.engine.memory import Split
@@ -58,8 +58,18 @@ def model() -> Nemotron:
 
 
 def engine(
-    model: Nemotron, *, seqs=8, snapshots=0, pages=200, page=16, max_model_len=512, step_tokens=64, **options
+    model: Nemotron,
+    *,
+    seqs=8,
+    snapshots=0,
+    pages=200,
+    page=16,
+    max_model_len=512,
+    step_tokens=64,
+    drafter=None,
+    **options,
 ) -> Engine:
+    draft = DraftShape() if drafter is None else DraftShape(drafter.width, drafter.lookahead)
     shape = PoolShape(
         slots=seqs + snapshots + 1,
         pages=pages + 1,
@@ -68,8 +78,9 @@ def engine(
         kv_dtype=torch.float32,
         conv_dtype=torch.float32,
         ssm_dtype=torch.float32,
+        draft=draft,
     )
-    return Engine(model, Split(shape, seqs, step_tokens, slot_bytes=0, page_bytes=0), **options)
+    return Engine(model, Split(shape, seqs, step_tokens, slot_bytes=0, page_bytes=0), drafter=drafter, **options)
 
 
 def oracle(model: Nemotron, prompt: list[int], n: int) -> list[int]:
