@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,10 +34,10 @@ TINY = ModelConfig(
 )
 
 
-def tiny(seed: int = 0, dtype: torch.dtype = torch.float32) -> Nemotron:
+def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, mtp: bool = False) -> Nemotron:
     """TINY with random weights that make lively answers."""
     torch.manual_seed(seed)
-    model = Nemotron(TINY, dtype)
+    model = Nemotron(replace(TINY, num_nextn_predict_layers=int(mtp)), dtype, mtp=mtp)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("A_log"):
@@ -69,7 +70,9 @@ def engine(
     drafter=None,
     **options,
 ) -> Engine:
-    draft = DraftShape() if drafter is None else DraftShape(drafter.width, drafter.lookahead)
+    draft = DraftShape()
+    if drafter is not None:
+        draft = DraftShape(drafter.width, drafter.lookahead, mtp_layers=int(model.mtp is not None))
     shape = PoolShape(
         slots=seqs + snapshots + 1,
         pages=pages + 1,

@@ -6,6 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from leyden.model.context import Context
+from leyden.model.nemotron import Nemotron
+from leyden.ops.rows import Rows
 from leyden.spec.drafter import Draft, Heads, Pick, Seen
 
 
@@ -122,3 +125,32 @@ class Twin(Scripted):
             drafts.append(pick(torch.stack([self.logits(text) for text in texts]), i))
             texts = [[*text, token] for text, token in zip(texts, drafts[-1].tolist(), strict=True)]
         return Draft(torch.stack(drafts, 1))
+
+
+class Recurrent:
+    """The MTP module of a model, step after step, with keys in the pool behind those of the model."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, width: int, model: Nemotron):
+        self.width, self.lookahead, self.model = width, width - 1, model
+
+    def observe(self, seen: Seen) -> None:
+        self.pool = seen.ctx.pool
+        self.out = self.model.mtp(seen.hidden, self.model.embed(seen.following), seen.ctx)
+
+    def draft(self, heads: Heads, count: int, pick: Pick) -> Draft:
+        hidden, drafts = self.out[heads.ends], []
+        for i in range(count):
+            if drafts:
+                hidden = self.model.mtp(hidden, self.model.embed(drafts[-1]), self._single(heads, i - 1))
+            drafts.append(pick(self.model.logits(hidden), i))
+        return Draft(torch.stack(drafts, 1))
+
+    def _single(self, heads: Heads, i: int) -> Context:
+        """A token of each sequence, i places behind its newest one."""
+        rows = len(heads.slots)
+        starts, past = torch.arange(rows + 1, dtype=torch.int32), heads.positions + i
+        narrow = Rows((1,) * rows, starts, past, heads.slots.int(), heads.pages)
+        wide = Rows((), starts[:1], past[:0], narrow.slots[:0], heads.pages[:0])
+        return Context(narrow, wide, past, self.pool)

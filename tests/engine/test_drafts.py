@@ -9,7 +9,7 @@ from leyden.model.context import Context
 from leyden.types import Request, SamplingParams
 from tests.engine import drafters
 from tests.engine import test_thinking as thinking
-from tests.engine.conftest import engine, oracle, run
+from tests.engine.conftest import engine, oracle, run, tiny
 from tests.engine.device import tokens_of
 from tests.engine.drafters import Scripted
 from tests.engine.test_engine import greedy, prompt_of
@@ -272,3 +272,35 @@ def test_coupled_drafts_of_a_twin_are_all_right(model):
         assert not stats.failed_drafts
         shares.append(sum(stats.accepted_tokens) / stats.drafted_tokens)
     assert shares[0] == 1 > shares[1] + 0.3
+
+
+def drafter_keys(made, slot):
+    """Keys and values of the last attention layer of what a slot has committed: [2, tokens, heads, dim]."""
+    pool = made.runner.pool
+    flat = pool.kv[-1][:, pool.tables[slot].long()].flatten(1, 2)
+    return flat[:, : int(pool.committed[slot])]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_p14_the_keys_of_a_drafter_are_those_of_the_text(width, overlap):
+    """Chunks, rejected drafts and the drafter's own steps leave what one pass over the whole text leaves."""
+    model = tiny(mtp=True)
+    prompt = prompt_of(37, 2)
+    answer = oracle(model, prompt, 60)
+    made = engine(model, step_tokens=9, drafter=drafters.Recurrent(width, model), overlap=overlap)
+    made.submit(greedy("other", prompt_of(11, 2), 60))
+    made.submit(greedy("a", prompt, 60))
+    got = []
+    while len(got) < 40:
+        got += [t for delta in made.step() if delta.request_id == "a" for t in delta.token_ids]
+    assert got == answer[: len(got)] and not failures(made) and made.stats().drafts > 10
+    (slot,) = [s.slot for s in made.scheduler.running if s.request.id == "a"]
+    keys = drafter_keys(made, slot)
+
+    text = (prompt + answer)[: keys.shape[1] + 1]
+    scratch = engine(model, step_tokens=512, drafter=drafters.Recurrent(width, model), prefix_caching=False)
+    scratch.submit(greedy("b", text, 2))
+    scratch.step()
+    want = drafter_keys(scratch, scratch.scheduler.running[0].slot)[:, : keys.shape[1]]
+    torch.testing.assert_close(keys, want, atol=1e-4, rtol=1e-4)

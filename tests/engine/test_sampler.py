@@ -1,4 +1,4 @@
-"""Sampling behind drafts: its distribution is that of sampling without, whatever is drafted (pitfalls 20, 21, 24, 43)."""
+"""Sampling behind drafts is distributed as sampling without, whatever is drafted (pitfalls 20, 21, 24, 43)."""
 
 import pytest
 import torch
