@@ -1,67 +1,96 @@
-"""Decode steps as one launch: what the network does for R single tokens is recorded once, then done again.
+"""Decode steps as one launch: what a step does with R single tokens is recorded once, then done again.
 
-On the CPU the recording is a program of the kernels. It reads its inputs from tensors that stay where they are, and
-refers to the model's weights and the pool by their addresses: both must stay, too.
+On the CPU the recording is a program of the kernels. It reads its inputs, the slots of the rows and their page tables,
+from tensors that stay where they are; it refers to the model's weights, the pool and the sampler's tables by their
+addresses. All of these must stay, too.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from leyden import log, ops
 from leyden.cache.pool import Pool
-from leyden.engine.batch import Batch
+from leyden.engine.sampler import Sampler
 from leyden.model.context import Context
 from leyden.model.nemotron import Nemotron
 from leyden.ops.cpu.program import Arena, NotRecordable, Program, available
 from leyden.ops.rows import Rows
+from leyden.types import Row
 
 logger = log.get(__name__)
 
 
 class Graphs:
-    """The recordings of one model and its pool, made when a number of rows first comes up."""
+    """The recordings of one model with its pool and its sampler, made when a number of rows first comes up.
 
-    def __init__(self, model: Nemotron, pool: Pool):
+    Two for each number: up to the logits, and up to the next tokens for rows whose sampling is plain.
+    """
+
+    def __init__(self, model: Nemotron, pool: Pool, sampler: Sampler):
         slots, device = pool.shape.slots, pool.committed.device
-        self._model, self._pool = model, pool
+        self._model, self._pool, self._sampler = model, pool, sampler
         self._records = device.type == "cpu" and available
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[tuple[str, int], Program] = {}
         self._arena = Arena()
-        self._tokens = torch.zeros(slots, dtype=torch.int64, device=device)
-        self._past, self._slots = (torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(2))
+        self._slots = torch.zeros(slots, dtype=torch.int32, device=device)
         self._starts = torch.arange(slots + 1, dtype=torch.int32, device=device)
         self._pages = torch.zeros(slots, pool.shape.pages_per_slot, dtype=torch.int32, device=device)
+        self._positions: dict[int, Tensor] = {}  # of the recordings up to the logits
 
-    def logits(self, batch: Batch) -> Tensor | None:
-        """fp32 [R, V] of a batch of R single tokens, valid until the next call; None: run the model yourself."""
-        rows = batch.context.narrow
-        if not self._records or batch.context.wide.lens or ops.forced():
+    def load(self, rows: list[Row]) -> Tensor | None:
+        """Take `rows` as the input of what runs next -> their slots int32 [R]; None: run the model yourself."""
+        if not self._records or ops.forced() or any(row.n != 1 or not row.sample for row in rows):
             return None
-        count = len(rows.lens)
-        assert rows.slots is not None and rows.pages is not None
-        self._tokens[:count] = batch.tokens
-        self._past[:count] = rows.past
-        self._slots[:count] = rows.slots
-        self._pages[:count, : rows.pages.shape[1]] = rows.pages
-        if count not in self._programs:
+        # On the CPU tensors are arrays, too, whose indexing costs a fraction.
+        count, slots = len(rows), [row.slot for row in rows]
+        self._slots.numpy()[:count] = slots
+        last = self._sampler.last.numpy()
+        for row in rows:
+            if row.tokens:
+                last[row.slot] = row.tokens[0]
+        used = max(row.start for row in rows) // self._pool.shape.page + 1
+        self._pages.numpy()[:count, :used] = self._pool.tables.numpy()[slots, :used]
+        return self._slots[:count]
+
+    def logits(self, count: int) -> tuple[Tensor, Tensor] | None:
+        """(fp32 [R, V], positions int64 [R] of the tokens to sample), valid until something else runs here."""
+
+        def step() -> Tensor:
+            logits, self._positions[count] = self._logits(count)
+            return logits
+
+        logits = self._run("logits", count, step)
+        return None if logits is None else (logits, self._positions[count])
+
+    def tokens(self, count: int) -> Tensor | None:
+        """The next token of each row, int64 [R], which is also what its slot has sampled last then."""
+
+        def step() -> Tensor:
+            logits, positions = self._logits(count)
+            slots = self._slots[:count]
+            tokens = self._sampler.draw(slots, positions, logits)
+            ops.put(tokens, self._sampler.last, slots)
+            return tokens
+
+        tokens = self._run("tokens", count, step)
+        return None if tokens is None else tokens.clone()
+
+    def _run(self, what: str, count: int, step: Callable[[], Tensor]) -> Tensor | None:
+        if (what, count) not in self._programs:
             try:
-                self._programs[count] = Program(lambda: self._run(count), self._arena)
+                self._programs[what, count] = Program(step, self._arena)
             except NotRecordable as reason:
                 logger.info("decode steps are not recorded: %s", reason)
                 self._records = False
                 return None
-        return self._programs[count]()
+        return self._programs[what, count]()
 
-    def _run(self, count: int) -> Tensor:
-        def rows(first: int, last: int) -> Rows:
-            return Rows(
-                lens=(1,) * (last - first),
-                starts=self._starts[: last - first + 1],
-                past=self._past[first:last],
-                slots=self._slots[first:last],
-                pages=self._pages[first:last],
-            )
-
-        context = Context(rows(0, count), rows(count, count), positions=self._past[:count], pool=self._pool)
-        hidden, _ = self._model(self._tokens[:count], context)
-        return self._model.logits(hidden)
+    def _logits(self, count: int) -> tuple[Tensor, Tensor]:
+        pool, slots = self._pool, self._slots[:count]
+        tokens, past, positions = ops.begin(slots, self._sampler.last, pool.committed)
+        narrow = Rows((1,) * count, self._starts[: count + 1], past, slots, self._pages[:count])
+        wide = Rows((), self._starts[:1], past[:0], slots[:0], self._pages[:0])
+        hidden, _ = self._model(tokens, Context(narrow, wide, positions=past, pool=pool))
+        return self._model.logits(hidden), positions

@@ -22,21 +22,18 @@ class Runner:
         self.model = model
         self.pool = pool
         self.sampler = sampler
-        self.graphs = Graphs(model, pool)
+        self.graphs = Graphs(model, pool, sampler)
 
     @torch.inference_mode()
     def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None] = lambda rows: None) -> "StepOutput":
         """`allowed` tells what the rows that sample may go on with; it is asked when the forward pass is under way."""
         self._apply(plan)
         rows = plan.rows
-        batch = build(rows, self.pool, self.sampler.last)
         sampling = [i for i, row in enumerate(rows) if row.sample]
         prompt: dict[int, list[TokenLogprobs]] = {}
-        drawn = None
-        if len(sampling) == len(batch.tokens) and (logits := self.graphs.logits(batch)) is not None:
-            positions = batch.context.positions.long() + 1
-            drawn = self.sampler.sample(rows, batch.slots, positions, logits, allowed(rows))
-        else:
+        drawn = self._recorded(rows, allowed)
+        if drawn is None:
+            batch = build(rows, self.pool, self.sampler.last)
             hidden, _ = self.model(batch.tokens, batch.context)
             prompt = self._prompt_logprobs(plan, hidden)
             if sampling:
@@ -46,10 +43,27 @@ class Runner:
                 logits = self.model.logits(hidden[ends])
                 rows = [rows[i] for i in sampling]
                 drawn = self.sampler.sample(rows, slots, positions, logits, allowed(rows))
-        self.pool.commit(batch.slots, batch.lens)
+            self.pool.commit(batch.slots, batch.lens)
         if plan.snapshots:
             self.pool.copy_states(*self._columns(plan.snapshots))
         return StepOutput(len(plan.rows), sampling, drawn, prompt)
+
+    def _recorded(self, rows: list[Row], allowed: Callable[[list[Row]], Allowed | None]) -> Drawn | None:
+        """A step of single tokens by its recording, commit included, if there is one."""
+        slots = self.graphs.load(rows)
+        if slots is None:
+            return None
+        constraints = allowed(rows)
+        drawn = None
+        if constraints is None and self.sampler.plain(rows):
+            if (tokens := self.graphs.tokens(len(rows))) is not None:
+                drawn = Drawn(tokens, {}, None)
+        elif (found := self.graphs.logits(len(rows))) is not None:
+            logits, positions = found
+            drawn = self.sampler.sample(rows, slots.long(), positions, logits, constraints)
+        if drawn is not None:
+            self.pool.commit(slots.long(), torch.ones_like(slots))
+        return drawn
 
     def _prompt_logprobs(self, plan: Plan, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
         """Of the rows that ask for them."""

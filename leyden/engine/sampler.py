@@ -98,9 +98,7 @@ class Sampler:
         logits = self._adjust(rows, slots, positions, logits)
         if allowed is not None:
             logits = _constrain(raw, logits, allowed)
-        temperature, top_p, min_p = self._floats[slots, :3].unbind(-1)
-        top_k, seed = self._ints[slots].unbind(-1)
-        tokens = ops.sample(logits, temperature, top_k, top_p, min_p, seed, positions)
+        tokens = self.draw(slots, positions, logits)
         tokens = self._budgets.apply(rows, slots, positions, self.last[slots], tokens)
         self.last[slots] = tokens
         counted = [i for i, row in enumerate(rows) if row.slot in self._penalized]
@@ -113,6 +111,17 @@ class Sampler:
             at = list(wanted)
             values = ops.logprobs(raw[at], tokens[at], max(wanted.values()))
         return Drawn(tokens, wanted, values)
+
+    def draw(self, slots: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
+        """int64 [S]: what temperature, min_p, top_k and top_p make of the logits."""
+        temperature, top_p, min_p = ops.take(self._floats, slots)[:, :3].unbind(-1)
+        top_k, seed = ops.take(self._ints, slots).unbind(-1)
+        return ops.sample(logits, temperature, top_k, top_p, min_p, seed, positions)
+
+    def plain(self, rows: list[Row]) -> bool:
+        """Whether nothing but draw() decides over these rows, and nobody wants to know log-probabilities."""
+        special = self._masks.keys() | self._penalized | self._logprobs.keys()
+        return special.isdisjoint(row.slot for row in rows) and not self._budgets.concern(rows)
 
     def _adjust(self, rows: list[Row], slots: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         masked = [(i, self._masks[row.slot]) for i, row in enumerate(rows) if row.slot in self._masks]

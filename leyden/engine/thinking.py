@@ -43,12 +43,16 @@ class Budgets:
         if rows:
             self._slots[list(rows)] = torch.tensor(list(rows.values()), device=self._device)
 
+    def concern(self, rows: list[Row]) -> bool:
+        """Whether any of the rows has a budget."""
+        return any(row.slot in self._budgeted for row in rows)
+
     def apply(self, rows: list[Row], slots: Tensor, positions: Tensor, before: Tensor, tokens: Tensor) -> Tensor:
         """What stands at `positions`: the sampled `tokens`, or forced ones. `before` is what stands in front of them.
 
         Tensors are int64 [S], one entry for each of `rows`.
         """
-        if not any(row.slot in self._budgeted for row in rows):
+        if not self.concern(rows):
             return tokens
         number, due, cut, budget, grace = self._slots[slots].unbind(-1)
         ends_line = self._line_ends[number, before] & (positions >= due)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -148,17 +148,22 @@ class Weight(nn.Module):
             empty = torch.empty(size, dtype=stored, device=device)
             self.register_parameter(name, nn.Parameter(empty, requires_grad=format == Dense()))
 
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The stored tensors by their names; named_parameters() has the same ones, slowly."""
+        return self._parameters
+
     def dense(self) -> Tensor:
         """The matrix as the network computes with it, [*shape] in `dtype`; a view where nothing is to be done."""
-        return self.format.dequantize(dict(self.named_parameters()), self.dtype)
+        return self.format.dequantize(self.parts, self.dtype)
 
     def members(self, indices: Iterable[int]) -> dict[int, Tensor]:
         """Some matrices of a stack by their indices, as dense() has them; no others are dequantised."""
         if self.format == Dense():  # unbound: one gradient for the whole stack, not one stack of zeros for each matrix
             whole = self.dense().unbind()
             return {i: whole[i] for i in indices}
-        parts = dict(self.named_parameters())
-        return {i: self.format.dequantize({name: part[i] for name, part in parts.items()}, self.dtype) for i in indices}
+        parts = self.parts.items()
+        return {i: self.format.dequantize({name: part[i] for name, part in parts}, self.dtype) for i in indices}
 
     def extra_repr(self) -> str:
         return f"{list(self.shape)}, {self.format.name}"

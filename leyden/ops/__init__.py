@@ -5,6 +5,9 @@ reference (ops/reference) states the formula and its source; kernels (ops/triton
 and `cache` arguments are one layer's slice of the pool, written in place at rows.slots and rows.pages; a state of None
 means zeros before and nothing after. Rows with slot 0 are padding: their results mean nothing, their writes do no harm.
 
+    begin(slots[R], last[S], committed[S]) -> (tokens[R], past[R], positions[R])     of rows of one token
+    take(table[S,...], slots[R]) -> [R,...]
+    put(values[R,...], table[S,...], slots[R])
     embed(tokens[T], weight: Weight[V,H]) -> [T,H]
     rms_norm(x[T,H], weight[H], eps) -> [T,H]                        fp32 inside, weight in fp32, rounded once
     add_rms_norm(x[T,H], residual[T,H], weight[H], eps) -> ([T,H], [T,H])    (norm of the sum, the sum)
@@ -47,10 +50,14 @@ from leyden.ops.reference import mamba as _mamba
 from leyden.ops.reference import moe as _moe
 from leyden.ops.reference import norm as _norm
 from leyden.ops.reference import sample as _sample
-from leyden.ops.registry import Op, forced, using, watching
+from leyden.ops.reference import table as _table
+from leyden.ops.registry import Op, forced, prepare, using, watching
 
 __all__ = ["Op", "forced", "using", "watching"]
 
+begin = Op(_table.begin)
+take = Op(_table.take)
+put = Op(_table.put)
 embed = Op(_linear.embed)
 rms_norm = Op(_norm.rms_norm)
 add_rms_norm = Op(_norm.add_rms_norm)

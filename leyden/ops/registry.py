@@ -1,6 +1,6 @@
 """An op: a contract, a reference in plain PyTorch, and as many fast versions as somebody cared to write."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -63,6 +63,17 @@ def _recorded(args: tuple[Any, ...]) -> bool:
         return False
     tensors = (t for a in args for t in (a.parameters() if isinstance(a, nn.Module) else (a,)))
     return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
+def prepare(weights: Iterable[Tensor]) -> None:
+    """Get the kernels ready for weights that have memory but no values yet: now, not when the first request waits."""
+    weights = list(weights)
+    device = weights[0].device.type
+    if device in _BACKENDS:
+        _loaded.add(device)
+        backend = import_module(_BACKENDS[device])
+        if hasattr(backend, "prepare"):
+            backend.prepare(weights)
 
 
 def forced() -> bool:

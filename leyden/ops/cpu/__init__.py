@@ -4,28 +4,43 @@ build.py compiles them, program.py calls them; the other files say how each op b
 not know (a type, an odd layout) the reference does. If they cannot be built, nothing is registered.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from leyden import ops
-from leyden.ops.cpu.program import available
+from leyden.ops.cpu.program import available, prepare
+
+__all__ = ["prepare"]
 
 if available:
-    from leyden.ops.cpu import attention, linear, mamba, moe, norm, sample
+    from leyden.ops.cpu import attention, linear, mamba, moe, norm, sample, table
+    from leyden.ops.cpu.matrix import FORMATS
 
-    for _op, _kernel in (
-        (ops.embed, linear.embed),
-        (ops.rms_norm, norm.rms_norm),
-        (ops.add_rms_norm, norm.add_rms_norm),
-        (ops.linear, linear.linear),
-        (ops.mlp, linear.mlp),
-        (ops.route, moe.route),
-        (ops.experts, moe.experts),
-        (ops.moe, moe.moe),
-        (ops.causal_conv, mamba.causal_conv),
-        (ops.ssd_scan, mamba.ssd_scan),
-        (ops.gated_norm, norm.gated_norm),
-        (ops.mamba_step, mamba.mamba_step),
-        (ops.kv_write, attention.kv_write),
-        (ops.attention, attention.attention),
-        (ops.attention_packed, attention.attention_packed),
-        (ops.sample, sample.sample),
-    ):
+    _kernels: dict[ops.Op, Callable[..., Any]] = {
+        ops.begin: table.begin,
+        ops.take: table.take,
+        ops.put: table.put,
+        ops.rms_norm: norm.rms_norm,
+        ops.add_rms_norm: norm.add_rms_norm,
+        ops.route: moe.route,
+        ops.causal_conv: mamba.causal_conv,
+        ops.ssd_scan: mamba.ssd_scan,
+        ops.gated_norm: norm.gated_norm,
+        ops.mamba_step: mamba.mamba_step,
+        ops.kv_write: attention.kv_write,
+        ops.attention: attention.attention,
+        ops.attention_packed: attention.attention_packed,
+        ops.sample: sample.sample,
+    }
+    _products: dict[ops.Op, Callable[..., Any]] = {
+        ops.embed: linear.embed,
+        ops.linear: linear.linear,
+        ops.mlp: linear.mlp,
+        ops.experts: moe.experts,
+        ops.moe: moe.moe,
+    }
+    for _op, _kernel in _kernels.items():
         _op.register("cpu", _kernel)
+    for _op, _kernel in _products.items():
+        for _format in FORMATS:
+            _op.register("cpu", _kernel, _format)

@@ -2,7 +2,11 @@
 
 #include "kernels.h"
 
-enum { TILE = 32 }; /* keys that are compared at once, a multiple of LANES */
+enum {
+    TILE = 32, /* keys that are compared at once, a multiple of LANES */
+    MOST_QUERIES = 128, /* of a block */
+    MOST_DIM = 512, /* of a head */
+};
 
 /* Keys and values of a batch. In pages: [pages, page, heads, dim], and table r lists the pages of row r. Without tables:
 [tokens, heads, dim], beginning with the row's first token. */
@@ -55,30 +59,51 @@ typedef struct {
     double scale;
 } Attention;
 
-/* Queries of one block: `block` tokens with all the heads that share a key head, one after the other. */
+/* Queries of one block: `block` tokens with all the heads that share a key head, one after the other.
+
+With F32, queries are scaled copies, keys and values are widened. With BF16 where the machine multiplies pairs of that,
+queries and keys stay where they are, and two keys' values lie side by side: (v0[0], v1[0]), (v0[1], v1[1]), ... */
 typedef struct {
-    int64_t count, width;              /* queries, elements of each in memory */
-    float *q, *sums, *keys, *values;   /* [count, width] twice, [TILE, width] twice */
-    float *weights, *most, *total;     /* [count, TILE], [count], [count] */
-    float *limit;                      /* [count]: positions from here on are the query's future */
+    int64_t count, width;      /* queries, elements of each in memory: dim, rounded up */
+    float *q, *sums;           /* [count, width] */
+    float *keys, *values;      /* [TILE, width] */
+    float *weights;            /* [count, TILE] */
+    float *most, *total;       /* [count] */
+    float *limit;              /* [count]: positions from here on are the query's future */
+    const char *key[TILE];     /* the tile's keys, as they are or widened */
+    const char *query[MOST_QUERIES];
+    float scale;               /* of the scores */
 } Desk;
 
-/* Scores of every query with the keys of the tile at `start`, then weights: exp(score - largest so far). What was summed
-with an older maximum shrinks by `shrink`. */
-INLINE float weigh(const Desk *d, int64_t m, int64_t start) {
+#if WIDTH == 64 && defined(__AVX512BF16__)
+enum { PAIRS = 1 };
+#else
+enum { PAIRS = 0 };
+#endif
+
+INLINE vec score_part(vec score, const char *query, const char *key, __attribute__((unused)) const int narrow) {
+#if WIDTH == 64 && defined(__AVX512BF16__)
+    if (narrow)
+        return _mm512_dpbf16_ps(score, (__m512bh)_mm512_loadu_si512(query), (__m512bh)_mm512_loadu_si512(key));
+#endif
+    return score + load_all(query, F32) * load_all(key, F32);
+}
+
+/* Scores of a query with the keys of the tile at `start`, then weights: exp(score - largest so far). What was summed
+with an older maximum shrinks by the factor that is returned. */
+INLINE float weigh(const Desk *d, int64_t m, int64_t start, const int narrow) {
     float *weights = d->weights + m * TILE;
     vec position = splat((float)start), most = splat(-INFINITY);
     for (int i = 0; i < LANES; i++) position[i] += i;
     const vec limit = splat(d->limit[m]);
+    const int64_t bytes = d->width * (narrow ? 2 : 4);
     for (int64_t j = 0; j < TILE; j += LANES) {
         vec score[LANES];
         for (int i = 0; i < LANES; i++) score[i] = (vec){};
-        for (int64_t e = 0; e < d->width; e += LANES) {
-            const vec q = load_all(d->q + m * d->width + e, F32);
-            for (int i = 0; i < LANES; i++) score[i] += q * load_all(d->keys + (j + i) * d->width + e, F32);
-        }
-        const vec seen = pick(position < limit, sums(score), splat(-INFINITY));
-        store(seen, weights, j, TILE, F32);
+        for (int64_t e = 0; e < bytes; e += WIDTH)
+            for (int i = 0; i < LANES; i++) score[i] = score_part(score[i], d->query[m] + e, d->key[j + i] + e, narrow);
+        const vec seen = pick(position < limit, sums(score) * d->scale, splat(-INFINITY));
+        memcpy(weights + j, &seen, sizeof seen);
         most = vmax(most, seen);
         position += LANES;
     }
@@ -91,9 +116,12 @@ INLINE float weigh(const Desk *d, int64_t m, int64_t start) {
     const float shrink = vexp(splat(d->most[m] - largest))[0];
     vec total = {};
     for (int64_t j = 0; j < TILE; j += LANES) {
-        vec w = vexp(load_all(weights + j, F32) - largest);
-        store(w, weights, j, TILE, F32);
+        const vec w = vexp(load_all(weights + j, F32) - largest);
         total += w;
+        if (narrow)
+            store_all(w, (char *)weights + 2 * j, BF16); /* the scores there have been read */
+        else
+            memcpy(weights + j, &w, sizeof w);
     }
     d->most[m] = largest;
     d->total[m] = d->total[m] * shrink + sum(total);
@@ -101,63 +129,111 @@ INLINE float weigh(const Desk *d, int64_t m, int64_t start) {
 }
 
 /* sums = shrink sums + weights values, for M queries and E vectors of a head's dim. */
-INLINE void mix(const Desk *d, int64_t m, int64_t e, const float *shrink, const int M, const int E) {
+INLINE void mix(const Desk *d, int64_t m, int64_t e, const float *shrink, const int M, const int E, const int narrow) {
     vec acc[4][4];
     for (int i = 0; i < M; i++)
         for (int j = 0; j < E; j++) acc[i][j] = load_all(d->sums + (m + i) * d->width + e + j * LANES, F32) * shrink[i];
-    for (int64_t key = 0; key < TILE; key++)
+#if WIDTH == 64 && defined(__AVX512BF16__)
+    for (int64_t pair = 0; narrow && pair < TILE / 2; pair++) {
+        __m512bh weights[4];
+        for (int i = 0; i < M; i++) weights[i] = (__m512bh)_mm512_set1_epi32(((int32_t *)(d->weights + (m + i) * TILE))[pair]);
+        for (int j = 0; j < E; j++) {
+            const __m512bh values = (__m512bh)_mm512_loadu_si512(d->values + pair * d->width + e + j * LANES);
+            for (int i = 0; i < M; i++) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], values, weights[i]);
+        }
+    }
+#endif
+    for (int64_t key = 0; !narrow && key < TILE; key++)
         for (int j = 0; j < E; j++) {
             const vec value = load_all(d->values + key * d->width + e + j * LANES, F32);
             for (int i = 0; i < M; i++) acc[i][j] += value * d->weights[(m + i) * TILE + key];
         }
     for (int i = 0; i < M; i++)
-        for (int j = 0; j < E; j++) store(acc[i][j], d->sums + (m + i) * d->width, e + j * LANES, d->width, F32);
+        for (int j = 0; j < E; j++)
+            memcpy(d->sums + (m + i) * d->width + e + j * LANES, &acc[i][j], sizeof(vec));
+}
+
+static const char NOTHING[4 * MOST_DIM] __attribute__((aligned(64))); /* a key or value beyond the end */
+
+/* Keys and values of positions [start, start + TILE), zeros from `end` on. */
+INLINE void lay_out(const Attention *a, Desk *d, int64_t r, int64_t head, int64_t start, int64_t end,
+                    __attribute__((unused)) const int narrow) {
+    const Store *s = &a->store;
+    const int kept = s->type;
+    const int64_t dim = s->dim;
+    const char *value[TILE];
+    for (int64_t j = 0; j < TILE; j++) {
+        const int64_t at = start + j < end ? place(s, &a->rows, r, start + j, head) * size_of(kept) : -1;
+        d->key[j] = at < 0 ? NOTHING : s->keys + at;
+        value[j] = at < 0 ? NOTHING : s->values + at;
+        if (start + TILE + j < end) { /* pages lie anywhere: only we know what is read next */
+            const int64_t next = place(s, &a->rows, r, start + TILE + j, head) * size_of(kept);
+            for (int64_t e = 0; e < dim * size_of(kept); e += 64) {
+                __builtin_prefetch(s->keys + next + e, 0, 2);
+                __builtin_prefetch(s->values + next + e, 0, 2);
+            }
+        }
+    }
+#if WIDTH == 64 && defined(__AVX512BF16__)
+    if (narrow) {
+        const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38,
+                                               6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+        for (int64_t pair = 0; pair < TILE / 2; pair++)
+            for (int64_t e = 0; e < dim; e += LANES) {
+                const __m256i first = _mm256_loadu_si256((const __m256i *)(value[2 * pair] + 2 * e));
+                const __m256i second = _mm256_loadu_si256((const __m256i *)(value[2 * pair + 1] + 2 * e));
+                const __m512i both = _mm512_permutex2var_epi16(_mm512_castsi256_si512(first), order,
+                                                               _mm512_castsi256_si512(second));
+                _mm512_storeu_si512(d->values + pair * d->width + e, both);
+            }
+        return;
+    }
+#endif
+    for (int64_t j = 0; j < TILE; j++) {
+        for (int64_t e = 0; e < d->width; e += LANES) {
+            store_all(load(d->key[j], e, dim, kept), d->keys + j * d->width + e, F32);
+            store_all(load(value[j], e, dim, kept), d->values + j * d->width + e, F32);
+        }
+        d->key[j] = (const char *)(d->keys + j * d->width);
+    }
 }
 
 /* Tokens [first, first + tokens) of row r, the query heads of one key head, against one of `splits` parts of the past. */
-static void attend(const Attention *a, const Desk *d, int64_t r, int64_t head, int64_t first, int64_t tokens,
-                   int64_t split) {
+INLINE void attend(const Attention *a, Desk *d, int64_t r, int64_t head, int64_t first, int64_t tokens, int64_t split,
+                   const int narrow) {
     const Store *s = &a->store;
-    const int type = a->type, kept = s->type;
+    const int type = a->type;
     const int64_t group = a->heads / s->heads, dim = s->dim, start_token = a->rows.starts[r] + first;
     const int64_t end = a->rows.past[r] + first + tokens; /* the last token sees this many positions */
     const int64_t tiles = (end + TILE - 1) / TILE;
     const int64_t from = tiles * split / a->splits * TILE, to = tiles * (split + 1) / a->splits * TILE;
+    d->scale = (float)a->scale;
     for (int64_t m = 0; m < d->count; m++) {
-        const char *q = (const char *)a->q + ((start_token + m / group) * a->q_stride) * size_of(type);
+        const int64_t token = start_token + m / group, offset = (head * group + m % group) * dim;
+        d->query[m] = (const char *)a->q + (token * a->q_stride + offset) * size_of(type);
         for (int64_t e = 0; e < d->width; e += LANES) {
-            vec x = load(q, (head * group + m % group) * dim + e, (head * group + m % group + 1) * dim, type);
-            store(x * (float)a->scale, d->q + m * d->width, e, d->width, F32);
-            store((vec){}, d->sums + m * d->width, e, d->width, F32);
+            if (!narrow) store_all(load(d->query[m], e, dim, type), d->q + m * d->width + e, F32);
+            store_all((vec){}, d->sums + m * d->width + e, F32);
         }
+        if (!narrow) d->query[m] = (const char *)(d->q + m * d->width);
         d->most[m] = -INFINITY;
         d->total[m] = 0;
         d->limit[m] = (float)(a->rows.past[r] + first + m / group + 1);
     }
     for (int64_t start = from; start < to; start += TILE) {
-        for (int64_t j = 0; j < TILE; j++) {
-            const int64_t left = start + j < end ? dim : 0;
-            const int64_t at = left ? place(s, &a->rows, r, start + j, head) : 0;
-            for (int64_t e = 0; e < d->width; e += LANES) {
-                vec key = left > e ? load(s->keys, at + e, at + left, kept) : (vec){};
-                vec value = left > e ? load(s->values, at + e, at + left, kept) : (vec){};
-                store(key, d->keys + j * d->width, e, d->width, F32);
-                store(value, d->values + j * d->width, e, d->width, F32);
-            }
-        }
-        for (int64_t m = 0; m < d->count;) {
+        lay_out(a, d, r, head, start, end, narrow);
+        for (int64_t m = 0, some; m < d->count; m += some) {
             float shrink[4];
-            const int64_t some = d->count - m < 4 ? 1 : 4;
-            for (int i = 0; i < some; i++) shrink[i] = weigh(d, m + i, start);
+            some = d->count - m < 4 ? 1 : 4;
+            for (int i = 0; i < some; i++) shrink[i] = weigh(d, m + i, start, narrow);
             int64_t e = 0;
-            for (; some == 4 && e + 4 * LANES <= d->width; e += 4 * LANES) mix(d, m, e, shrink, 4, 4);
+            for (; some == 4 && e + 4 * LANES <= d->width; e += 4 * LANES) mix(d, m, e, shrink, 4, 4, narrow);
             for (; e < d->width; e += LANES) {
                 if (some == 4)
-                    mix(d, m, e, shrink, 4, 1);
+                    mix(d, m, e, shrink, 4, 1, narrow);
                 else
-                    mix(d, m, e, shrink, 1, 1);
+                    mix(d, m, e, shrink, 1, 1, narrow);
             }
-            m += some;
         }
     }
     for (int64_t m = 0; m < d->count; m++) {
@@ -189,6 +265,7 @@ KERNEL(attention, Attention) {
     d.most = d.weights + most * TILE;
     d.total = d.most + most;
     d.limit = d.total + most;
+    const int narrow = PAIRS && a->type == BF16 && s->type == BF16 && s->dim % 32 == 0;
     int64_t unit = 0;
     for (int64_t r = 0; r < a->rows.count; r++) {
         const int64_t n = a->rows.starts[r + 1] - a->rows.starts[r];
@@ -198,7 +275,10 @@ KERNEL(attention, Attention) {
                     if (unit++ % threads == thread) { /* later blocks are more work: everybody gets some of them */
                         const int64_t tokens = n - first < a->block ? n - first : a->block;
                         d.count = tokens * group;
-                        attend(a, &d, r, head, first, tokens, split);
+                        if (narrow)
+                            attend(a, &d, r, head, first, tokens, split, 1);
+                        else
+                            attend(a, &d, r, head, first, tokens, split, 0);
                     }
     }
 }

@@ -15,6 +15,7 @@ _JOIN = Kernel("attention_join", _ATTENTION_LAYOUT)
 
 _TILE = 32  # keys compared at once, as in attention.c
 _QUERIES = 32  # of a block: heads that share their keys, times tokens
+_MOST_QUERIES, _MOST_DIM = 128, 512
 
 
 def kv_write(k: Tensor, v: Tensor, cache: Tensor, rows: Rows) -> None:
@@ -28,14 +29,14 @@ def kv_write(k: Tensor, v: Tensor, cache: Tensor, rows: Rows) -> None:
 
 def attention(q: Tensor, cache: Tensor, rows: Rows) -> Tensor:
     flat = q.flatten(-2)
-    if not (has_rows(flat) and cache.dtype in types and cache.is_contiguous()):
+    if not (_known(q, cache.shape[3]) and cache.dtype in types and cache.is_contiguous()):
         return reference.attention(q, cache, rows)
     return _attention(flat, q.shape[1], _pages(cache, rows), cache.shape[3], cache.shape[4], rows)
 
 
 def attention_packed(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
     flat = q.flatten(-2)
-    if not (has_rows(flat) and k.is_contiguous() and v.is_contiguous() and q.dtype == k.dtype == v.dtype):
+    if not (_known(q, k.shape[1]) and k.is_contiguous() and v.is_contiguous() and q.dtype == k.dtype == v.dtype):
         return reference.attention_packed(q, k, v, rows)
     _, heads, dim = k.shape
     return _attention(flat, q.shape[1], (k, v, None, 0, 1, heads, dim, types[k.dtype]), heads, dim, rows)
@@ -56,6 +57,11 @@ def _attention(q: Tensor, heads: int, store: tuple[object, ...], kv_heads: int, 
     steps = [_ATTENTION(*arguments)] + ([_JOIN(*arguments)] if splits > 1 else [])
     run(*steps)
     return out
+
+
+def _known(q: Tensor, kv_heads: int) -> bool:
+    _, heads, dim = q.shape
+    return has_rows(q.flatten(-2)) and heads // kv_heads <= _MOST_QUERIES and dim <= _MOST_DIM
 
 
 def _pages(cache: Tensor, rows: Rows) -> tuple[object, ...]:

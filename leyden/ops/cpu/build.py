@@ -20,8 +20,7 @@ from leyden import log
 logger = log.get(__name__)
 
 SOURCES = Path(__file__).parent
-FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
-_THREADS = ["-fopenmp"]
+FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
 _NATIVE = {"aarch64": "-mcpu=native", "arm64": "-mcpu=native"}  # GCC on ARM calls it so; -march=native elsewhere
 
 
@@ -56,17 +55,13 @@ def _compile(command: list[str], file: Path) -> None:
     sources = sorted(str(path) for path in SOURCES.glob("*.c"))
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         made = Path(folder) / file.name
-        tail = [*sources, "-o", str(made), "-lm"]
-        try:
-            subprocess.run([*command, *_THREADS, *tail], capture_output=True, check=True)
-        except subprocess.CalledProcessError:
-            subprocess.run([*command, *tail], capture_output=True, check=True)  # a compiler without OpenMP: one thread
+        subprocess.run([*command, *sources, "-o", str(made), "-lm"], capture_output=True, check=True)
         os.replace(made, file)
     logger.info("compiled the CPU kernels in %.1f s", time.monotonic() - started)
 
 
 def _key(command: list[str], version: bytes) -> str:
-    digest = hashlib.sha256(version + "\0".join([*command, *_THREADS, _processor()]).encode())
+    digest = hashlib.sha256(version + "\0".join([*command, _processor()]).encode())
     for path in sorted(SOURCES.glob("*.[ch]")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

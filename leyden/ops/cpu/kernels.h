@@ -87,8 +87,11 @@ INLINE vec from_bf16(half x) {
 #endif
 }
 
-/* To nearest, ties to even, NaN to NaN. */
+/* To nearest, ties to even, NaN to NaN; what is subnormal may become 0. */
 INLINE half to_bf16(vec x) {
+#if WIDTH == 64 && defined(__AVX512BF16__)
+    return (half)_mm512_cvtneps_pbh(x);
+#else
     uvec bits = (uvec)x;
     uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     uvec nan = (uvec)(x != x);
@@ -97,6 +100,7 @@ INLINE half to_bf16(vec x) {
     return (half)_mm512_cvtepi32_epi16((__m512i)wide);
 #else
     return __builtin_convertvector(wide, half);
+#endif
 #endif
 }
 
@@ -164,6 +168,15 @@ INLINE vec load(const void *array, int64_t i, int64_t count, int type) {
     memcpy(&x, at, size_of(type) * left);
     return type == F32 ? x : load_all(&x, type);
 #endif
+}
+
+INLINE void store_all(vec x, void *at, int type) {
+    if (type == F32) {
+        memcpy(at, &x, sizeof x);
+    } else {
+        half narrow = type == BF16 ? to_bf16(x) : to_f16(x);
+        memcpy(at, &narrow, sizeof narrow);
+    }
 }
 
 INLINE void store(vec x, void *array, int64_t i, int64_t count, int type) {

@@ -4,68 +4,52 @@ import torch
 from torch import Tensor
 
 from leyden.formats import Weight
-from leyden.ops.cpu.program import Kernel, Step, dot_bf16, empty, has_rows, run, types
+from leyden.ops.cpu.matrix import MATRIX, Matrix, fits, matrix, operand
+from leyden.ops.cpu.program import Kernel, Step, empty, run, types
 from leyden.ops.reference import linear as reference
 
-_LINEAR = Kernel("linear", "ttttiiiiiii")
-_WIDEN = Kernel("widen", "ttiiii")
-_EMBED = Kernel("embed", "tttii")
+_LINEAR = Kernel("linear", "ttttt" + MATRIX + "iiii")
+_EMBED = Kernel("embed", "tt" + MATRIX + "i")
+_FEW = 4  # rows up to which codes are multiplied as they are, as in matrix.h
 
 
-def fits(x: Tensor, *matrices: Tensor) -> bool:
-    """Whether rows x [T, K] can be multiplied with these matrices, each [N, K] or [E, N, K]."""
-    plain = all(m.dtype == x.dtype and m.is_contiguous() for m in matrices)
-    return plain and has_rows(x) and x.dtype in (torch.float32, torch.bfloat16)
-
-
-def dot_type(matrix: Tensor) -> torch.dtype:
-    """The type in which rows meet a matrix: its own, but for BF16 on machines that cannot multiply it."""
-    return matrix.dtype if dot_bf16 else torch.float32
-
-
-def operand(x: Tensor, type: torch.dtype) -> tuple[list[Step], Tensor]:
-    """(steps that make it, x [T, K] in the type in which it meets a matrix)"""
-    if x.dtype == type:
-        return [], x
-    wide = empty(*x.shape, dtype=torch.float32)
-    return [_WIDEN(x, wide, *x.shape, x.stride(0), types[x.dtype])], wide
-
-
-def product(x: Tensor, matrix: Tensor, out: Tensor, square: bool = False, add: Tensor | None = None) -> Step:
-    """out = x W^T, or relu(x W^T)^2, plus `add`; x as operand() gives it."""
-    outputs, inputs = matrix.shape
-    return _LINEAR(
-        x, matrix, add, out, len(x), inputs, outputs, x.stride(0), types[out.dtype], types[matrix.dtype], square
-    )
+def product(x: Tensor, by: Matrix, out: Tensor, square: bool = False, add: Tensor | None = None) -> list[Step]:
+    """out = x W^T, or relu(x W^T)^2, plus `add`, which is like out; x [T, K] of any type that kernels know."""
+    widen, wide = operand(x, by.dot_type)
+    prepare, ready = by.ready(x) if len(x) <= _FEW else ([], None)
+    step = _LINEAR(wide, ready, add, out, by.panels(), *by.fields, len(x), wide.stride(0), types[out.dtype], square)
+    return [*widen, *prepare, step]
 
 
 def embed(tokens: Tensor, weight: Weight) -> Tensor:
-    table = weight.dense()
-    if not table.is_contiguous():
+    table = matrix(weight)
+    if table is None:
         return reference.embed(tokens, weight)
     tokens = tokens.long().contiguous()
-    out = empty(*tokens.shape, table.shape[1], dtype=table.dtype)
-    run(_EMBED(tokens, table, out, tokens.numel(), table.shape[1] * table.element_size()), work=out.numel())
+    out = empty(*tokens.shape, table.columns, dtype=table.dtype)
+    run(_EMBED(tokens, out, *table.fields, tokens.numel()), work=out.numel())
     return out
 
 
 def linear(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
-    matrix, rows = weight.dense(), x.flatten(0, -2) if x.dim() > 1 else x[None]
-    if not fits(rows, matrix) or (dtype or x.dtype) not in types:
+    by, rows = matrix(weight), x.flatten(0, -2) if x.dim() > 1 else x[None]
+    if by is None or not fits(rows, by) or (dtype or x.dtype) not in types:
         return reference.linear(x, weight, dtype)
-    out = empty(*x.shape[:-1], len(matrix), dtype=dtype or x.dtype)
-    steps, wide = operand(rows, dot_type(matrix))
-    run(*steps, product(wide, matrix, out), work=len(rows) * matrix.numel())
+    out = empty(*x.shape[:-1], by.rows, dtype=dtype or x.dtype)
+    run(*product(rows, by, out), work=len(rows) * by.rows * by.columns)
     return out
 
 
 def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
-    first, second = up.dense(), down.dense()
-    if not fits(x, first, second):
+    first, second = matrix(up), matrix(down)
+    if first is None or second is None or not fits(x, first, second):
         return reference.mlp(x, up, down)
-    steps, wide = operand(x, dot_type(first))
-    hidden = empty(len(x), len(first), dtype=dot_type(second))
-    out = empty(len(x), len(second), dtype=x.dtype)
-    steps += [product(wide, first, hidden, square=True), product(hidden, second, out)]
-    run(*steps, work=len(x) * first.numel())
+    out = empty(len(x), second.rows, dtype=x.dtype)
+    run(*two_products(x, first, second, out), work=len(x) * first.rows * first.columns)
     return out
+
+
+def two_products(x: Tensor, up: Matrix, down: Matrix, out: Tensor, add: Tensor | None = None) -> list[Step]:
+    """out = down(relu(up x)^2), plus `add`."""
+    hidden = empty(len(x), up.rows, dtype=down.dot_type)
+    return product(x, up, hidden, square=True) + product(hidden, down, out, add=add)

@@ -93,59 +93,85 @@ INLINE vec softplus(vec x) {
     return pick(x > 20.0f, x, y);
 }
 
-/* LANES dims from p on of one head of one row: S = decay S + dt x B^T, y = S C + D x, from its first token to its last.
+/* One head's part of the work: what all of its dims share, and the place of its first dim. */
+typedef struct {
+    int64_t row, head, first, end, n; /* dims [first, end) of all heads' */
+    float rate, dt_bias, D;
+    const void *B, *C; /* of the group, at token 0 */
+} Head;
 
-The part of the state, [LANES dims, n], is small enough to stay in the L1 cache meanwhile. */
-INLINE void scan_part(const Scan *a, int64_t r, int64_t head, int64_t p, const int type) {
-    const int64_t n = a->n, vectors = (n + LANES - 1) / LANES, group = head / (a->heads / a->groups);
-    const int64_t first = head * a->dim + p, end = (head + 1) * a->dim, dims = end - first < LANES ? end - first : LANES;
-    float S[MOST_N / LANES][LANES][LANES]; /* of n, dims, n */
-    void *state = NULL;
-    if (a->rows.slots)
-        state = (char *)a->state + (a->rows.slots[r] * a->heads * a->dim + first) * n * size_of(a->state_type);
-    if (state && a->rows.past[r]) {
-        for (int64_t v = 0; v < vectors; v++)
-            for (int64_t i = 0; i < LANES; i++)
-                store(i < dims ? load(state, i * n + v * LANES, (i + 1) * n, a->state_type) : (vec){}, S[v][i], 0, LANES,
-                      F32);
-    } else {
-        memset(S, 0, vectors * sizeof *S);
-    }
+/* Time steps and decays of the `count` tokens from `start` on, of the first LANES of them. */
+INLINE void time_steps(const Scan *a, const Head *h, int64_t start, int64_t count, float *dt, float *decay,
+                       const int type) {
+    float raw[LANES] = {};
+    for (int64_t t = 0; t < count && t < LANES; t++) raw[t] = load_one(a->dt, (start + t) * a->dt_stride + h->head, type);
+    vec delta = softplus(load_all(raw, F32) + h->dt_bias);
+    delta = vmin(vmax(delta, splat((float)a->low)), splat((float)a->high));
+    store_all(delta, dt, F32);
+    store_all(vexp(delta * h->rate), decay, F32);
+}
 
-    const float rate = -expf(a->A_log[head]);
-    float dt[LANES] = {}, decay[LANES], input[LANES];
-    for (int64_t start = a->rows.starts[r]; start < a->rows.starts[r + 1]; start += LANES) {
-        const int64_t left = a->rows.starts[r + 1] - start, count = left < LANES ? left : LANES;
-        for (int64_t t = 0; t < count; t++) dt[t] = load_one(a->dt, (start + t) * a->dt_stride + head, type);
-        vec delta = softplus(load_all(dt, F32) + a->dt_bias[head]);
-        delta = vmin(vmax(delta, splat((float)a->low)), splat((float)a->high));
-        store(delta, dt, 0, LANES, F32);
-        store(vexp(delta * rate), decay, 0, LANES, F32);
-        for (int64_t t = 0; t < count; t++) {
-            const int64_t token = start + t;
-            const void *B = (const char *)a->B + (token * a->B_stride + group * n) * size_of(type);
-            const void *C = (const char *)a->C + (token * a->C_stride + group * n) * size_of(type);
-            vec x = load((const char *)a->x + token * a->x_stride * size_of(type), first, end, type);
-            store(x * dt[t], input, 0, LANES, F32);
-            vec y[LANES];
-            for (int i = 0; i < LANES; i++) y[i] = (vec){};
-            for (int64_t v = 0; v < vectors; v++) {
-                vec b = load(B, v * LANES, n, type), c = load(C, v * LANES, n, type);
-                for (int i = 0; i < LANES; i++) {
-                    vec s = load_all(S[v][i], F32) * decay[t] + b * input[i];
-                    y[i] += s * c;
-                    memcpy(S[v][i], &s, sizeof s);
-                }
+/* S = decay S + dt x B^T and y = S C + D x, for LANES dims of a head and one token. S is read from `from` and written to
+`to`, rows of n elements `stride` apart. */
+INLINE void step(const Scan *a, const Head *h, int64_t token, float dt, float decay, const void *from, void *to,
+                 int64_t stride, int64_t dims, const int type, const int from_type, const int to_type) {
+    const void *B = (const char *)h->B + token * a->B_stride * size_of(type);
+    const void *C = (const char *)h->C + token * a->C_stride * size_of(type);
+    const vec x = load((const char *)a->x + token * a->x_stride * size_of(type), h->first, h->end, type);
+    float input[LANES];
+    store_all(x * dt, input, F32);
+    vec y[LANES];
+    for (int i = 0; i < LANES; i++) y[i] = (vec){};
+    for (int64_t v = 0; v < h->n; v += LANES) {
+        const vec b = load(B, v, h->n, type), c = load(C, v, h->n, type);
+        if (dims == LANES && v + LANES <= h->n) {
+            for (int i = 0; i < LANES; i++) {
+                const int64_t at = i * stride + v;
+                const vec s = load_all((const char *)from + at * size_of(from_type), from_type) * decay + b * input[i];
+                y[i] += s * c;
+                store_all(s, (char *)to + at * size_of(to_type), to_type);
             }
-            void *out = (char *)a->out + token * a->heads * a->dim * size_of(type);
-            store(sums(y) + a->D[head] * x, out, first, end, type);
+        } else {
+            for (int i = 0; i < dims; i++) {
+                const vec s = load(from, i * stride + v, i * stride + h->n, from_type) * decay + b * input[i];
+                y[i] += s * c;
+                store(s, to, i * stride + v, i * stride + h->n, to_type);
+            }
         }
     }
+    void *out = (char *)a->out + token * a->heads * a->dim * size_of(type);
+    store(sums(y) + h->D * x, out, h->first, h->end, type);
+}
 
-    if (state)
-        for (int64_t v = 0; v < vectors; v++)
-            for (int64_t i = 0; i < dims; i++)
-                store(load_all(S[v][i], F32), state, i * n + v * LANES, (i + 1) * n, a->state_type);
+/* The tokens of a row. Between the first and the last of them the state, a part of it small enough for the L1 cache, is
+kept at hand in fp32. */
+INLINE void scan_part(const Scan *a, const Head *h, const int type) {
+    const int state_type = (int)a->state_type;
+    const int64_t dims = h->end - h->first < LANES ? h->end - h->first : LANES, start = a->rows.starts[h->row];
+    const int64_t last = a->rows.starts[h->row + 1] - 1;
+    char *state = NULL;
+    if (a->rows.slots)
+        state = (char *)a->state + (a->rows.slots[h->row] * a->heads * a->dim + h->first) * h->n * size_of(state_type);
+    float dt[LANES], decay[LANES], desk[LANES * MOST_N];
+    const int kept = state && a->rows.past[h->row];
+    if (!kept) memset(desk, 0, LANES * h->n * sizeof *desk);
+    for (int64_t t = start; t <= last; t++) {
+        const int64_t i = (t - start) % LANES;
+        if (i == 0) time_steps(a, h, t, last + 1 - t, dt, decay, type);
+        const int in = kept && t == start, out = state && t == last; /* from the pool, to the pool */
+#define STEP(from_type, to_type)                                                                      \
+    step(a, h, t, dt[i], decay[i], in ? (void *)state : desk, out ? (void *)state : desk, h->n, dims, type, from_type, \
+         to_type)
+        if (state_type == F32 || (!in && !out))
+            STEP(F32, F32);
+        else if (in && out)
+            TYPED(state_type, STEP(T, T));
+        else if (in)
+            TYPED(state_type, STEP(T, F32));
+        else
+            TYPED(state_type, STEP(F32, T));
+#undef STEP
+    }
 }
 
 /* Every thread has the same part of every row: rows differ in length. */
@@ -154,6 +180,15 @@ KERNEL(ssd_scan, Scan) {
     int64_t from, to;
     share(a->heads * parts, 1, thread, threads, &from, &to);
     for (int64_t r = 0; r < a->rows.count; r++)
-        for (int64_t unit = from; unit < to; unit++)
-            TYPED(a->type, scan_part(a, r, unit / parts, unit % parts * LANES, T));
+        for (int64_t unit = from; unit < to; unit++) {
+            const int64_t head = unit / parts, group = head / (a->heads / a->groups), bytes = size_of(a->type);
+            Head h = {.row = r, .head = head, .first = head * a->dim + unit % parts * LANES, .end = (head + 1) * a->dim};
+            h.n = a->n;
+            h.rate = -expf(a->A_log[head]);
+            h.dt_bias = a->dt_bias[head];
+            h.D = a->D[head];
+            h.B = (const char *)a->B + group * a->n * bytes;
+            h.C = (const char *)a->C + group * a->n * bytes;
+            TYPED(a->type, scan_part(a, &h, T));
+        }
 }

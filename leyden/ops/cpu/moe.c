@@ -82,57 +82,64 @@ KERNEL(group, Group) {
     for (int64_t i = 0; i < a->pairs; i++) a->order[next[a->ids[i]]++] = i;
 }
 
-typedef struct {
-    const int64_t *order, *borders; /* as `group` leaves them */
-    const void *x;                  /* [tokens, inputs], DOT(weight_type) */
-    const void *weight;             /* [experts, outputs, inputs] */
-    void *out;                      /* [pairs, outputs] in the order of `order` */
-    int64_t experts, inputs, outputs, k, x_stride, type, weight_type;
-} Up;
-
 enum { GROUP = 256 }; /* rows of x whose addresses are at hand */
 
+/* The products of one step with every expert: of each pair's token (up), or of what `up` made of the pair (down). */
+typedef struct {
+    const int64_t *order, *borders; /* as `group` leaves them */
+    const void *x;                  /* DOT(type of the matrices): [tokens, inputs] (up), [pairs, inputs] in order (down) */
+    const void *ready;              /* the same rows, ready for codes, or null */
+    const float *weights;           /* [tokens, k] (down) */
+    float *sums;                    /* [tokens, outputs] (down) */
+    void *out;                      /* [pairs, outputs] in order (up), [tokens, outputs] (down) */
+    char *panels;                   /* [threads, PANEL, inputs] of the matrices' type, if they are codes */
+    Matrix matrices;                /* [experts, outputs, inputs] */
+    int64_t tokens, experts, k, x_stride, type;
+} Experts;
+
+/* Each thread has the same part of every expert's rows. */
+INLINE void each_expert(const Experts *a, int64_t from, int64_t to, int thread, const int down, Finish *finish) {
+    const void *x[GROUP], *ready[GROUP];
+    const Matrix *all = &a->matrices;
+    const int64_t ready_size = ready_bytes(all), x_size = a->x_stride * size_of(DOT(all->type));
+    void *panel = a->panels ? a->panels + thread * PANEL * all->columns * size_of(all->type) : NULL;
+    for (int64_t e = 0; e < a->experts; e++) {
+        const Matrix m = member(all, e);
+        for (int64_t first = a->borders[e], count; first < a->borders[e + 1]; first += count) {
+            count = a->borders[e + 1] - first < GROUP ? a->borders[e + 1] - first : GROUP;
+            for (int64_t i = 0; i < count; i++) {
+                const int64_t row = down ? first + i : a->order[first + i] / a->k;
+                x[i] = (const char *)a->x + row * x_size;
+                ready[i] = a->ready ? (const char *)a->ready + row * ready_size : NULL;
+            }
+            Experts part = *a;
+            part.order += first;
+            if (!down) part.out = (char *)a->out + first * all->rows * size_of(a->type);
+            product(x, a->ready ? ready : NULL, count, &m, from, to, panel, finish, &part);
+        }
+    }
+}
+
 static void finish_up(const void *context, int64_t m, int64_t n, const float *sums, int64_t count) {
-    const Up *a = context;
-    void *out = (char *)a->out + (m * a->outputs + n) * size_of(a->type);
+    const Experts *a = context;
+    void *out = (char *)a->out + (m * a->matrices.rows + n) * size_of(a->type);
     for (int64_t i = 0; i < count; i += LANES) {
         vec y = vmax(load(sums, i, count, F32), (vec){});
         store(y * y, out, i, count, a->type);
     }
 }
 
-/* out[i] = relu(W_e x)^2 for the i-th pair in order. Each thread has the same part of every expert's rows. */
-KERNEL(experts_up, Up) {
-    const void *x[GROUP];
+/* out[i] = relu(W_e x)^2 for the i-th pair in order. */
+KERNEL(experts_up, Experts) {
     int64_t from, to;
-    share(a->outputs, LANES, thread, threads, &from, &to);
-    for (int64_t e = 0; e < a->experts; e++) {
-        const void *weight = (const char *)a->weight + e * a->outputs * a->inputs * size_of(a->weight_type);
-        for (int64_t first = a->borders[e], count; first < a->borders[e + 1]; first += count) {
-            count = a->borders[e + 1] - first < GROUP ? a->borders[e + 1] - first : GROUP;
-            for (int64_t i = 0; i < count; i++)
-                x[i] = (const char *)a->x + a->order[first + i] / a->k * a->x_stride * size_of(DOT(a->weight_type));
-            Up part = *a;
-            part.out = (char *)a->out + first * a->outputs * size_of(a->type);
-            product(x, count, weight, from, to, a->inputs, a->weight_type, finish_up, &part);
-        }
-    }
+    share(a->matrices.rows, LANES, thread, threads, &from, &to);
+    each_expert(a, from, to, thread, 0, finish_up);
 }
 
-typedef struct {
-    const int64_t *order, *borders; /* as `group` leaves them */
-    const float *weights;           /* [tokens, k] */
-    const void *x;                  /* [pairs, inputs] in the order of `order`, DOT(weight_type) */
-    const void *weight;             /* [experts, outputs, inputs] */
-    float *sums;                    /* [tokens, outputs] */
-    void *out;                      /* [tokens, outputs] */
-    int64_t tokens, experts, inputs, outputs, k, type, weight_type;
-} Down;
-
 static void finish_down(const void *context, int64_t m, int64_t n, const float *sums, int64_t count) {
-    const Down *a = context;
+    const Experts *a = context;
     const int64_t pair = a->order[m];
-    float *out = a->sums + pair / a->k * a->outputs + n;
+    float *out = a->sums + pair / a->k * a->matrices.rows + n;
     for (int64_t i = 0; i < count; i += LANES) {
         vec y = rounded(load(sums, i, count, F32), a->type) * a->weights[pair];
         store(load(out, i, count, F32) + y, out, i, count, F32);
@@ -140,25 +147,14 @@ static void finish_down(const void *context, int64_t m, int64_t n, const float *
 }
 
 /* out[t] = sum of weights[p] W_e x[p] over the pairs p of token t, in fp32 and in the order of the experts. */
-KERNEL(experts_down, Down) {
-    const void *x[GROUP];
+KERNEL(experts_down, Experts) {
+    const int64_t outputs = a->matrices.rows;
     int64_t from, to;
-    share(a->outputs, LANES, thread, threads, &from, &to);
+    share(outputs, LANES, thread, threads, &from, &to);
     if (from == to) return;
-    for (int64_t t = 0; t < a->tokens; t++) memset(a->sums + t * a->outputs + from, 0, (to - from) * sizeof(float));
-    for (int64_t e = 0; e < a->experts; e++) {
-        const void *weight = (const char *)a->weight + e * a->outputs * a->inputs * size_of(a->weight_type);
-        for (int64_t first = a->borders[e], count; first < a->borders[e + 1]; first += count) {
-            count = a->borders[e + 1] - first < GROUP ? a->borders[e + 1] - first : GROUP;
-            for (int64_t i = 0; i < count; i++)
-                x[i] = (const char *)a->x + (first + i) * a->inputs * size_of(DOT(a->weight_type));
-            Down part = *a;
-            part.order += first;
-            product(x, count, weight, from, to, a->inputs, a->weight_type, finish_down, &part);
-        }
-    }
+    for (int64_t t = 0; t < a->tokens; t++) memset(a->sums + t * outputs + from, 0, (to - from) * sizeof(float));
+    each_expert(a, from, to, thread, 1, finish_down);
     for (int64_t t = 0; t < a->tokens; t++)
         for (int64_t i = from; i < to; i += LANES)
-            store(load(a->sums + t * a->outputs, i, to, F32), (char *)a->out + t * a->outputs * size_of(a->type), i, to,
-                  a->type);
+            store(load(a->sums + t * outputs, i, to, F32), (char *)a->out + t * outputs * size_of(a->type), i, to, a->type);
 }

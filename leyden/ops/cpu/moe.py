@@ -4,14 +4,17 @@ import torch
 from torch import Tensor
 
 from leyden.formats import Weight
-from leyden.ops.cpu.linear import dot_type, fits, operand, product
+from leyden.ops.cpu.linear import product, two_products
+from leyden.ops.cpu.matrix import MATRIX, Matrix, fits, matrix, operand, plain
 from leyden.ops.cpu.program import Kernel, Step, empty, has_rows, run, types
 from leyden.ops.reference import moe as reference
 
 _CHOOSE = Kernel("choose", "tttttiiiiiid")
 _GROUP = Kernel("group", "tttii")
-_UP = Kernel("experts_up", "tttttiiiiiii")
-_DOWN = Kernel("experts_down", "tttttttiiiiiii")
+_EXPERTS = "tttttttt" + MATRIX + "iiiii"
+_UP = Kernel("experts_up", _EXPERTS)
+_DOWN = Kernel("experts_down", _EXPERTS)
+_SPREAD = 32  # tokens up to which most experts have few of them
 
 
 def route(
@@ -28,53 +31,56 @@ def route(
     if not (single and has_rows(x)):
         return reference.route(x, gate, bias, k, groups, kept, normalize, scale)
     rows, count = len(x), len(gate)
-    steps, wide = operand(x, torch.float32)
     logits, weights = empty(rows, count, dtype=torch.float32), empty(rows, k, dtype=torch.float32)
     scratch, ids = empty(rows, 2 * count + groups, dtype=torch.float32), empty(rows, k, dtype=torch.int64)
     choose = _CHOOSE(logits, bias, ids, weights, scratch, rows, count, k, groups, kept, normalize, scale)
-    run(*steps, product(wide, gate, logits), choose, work=rows * gate.numel())
+    run(*product(x, plain(gate), logits), choose, work=rows * gate.numel())
     return ids, weights
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight) -> Tensor:
-    first, second = up.dense(), down.dense()
-    if not fits(x, first, second):
+    first, second = matrix(up), matrix(down)
+    if first is None or second is None or not fits(x, first, second):
         return reference.experts(x, ids, weights, up, down)
-    steps, wide = operand(x, dot_type(first))
-    more, out = _experts(wide, x.dtype, ids, weights, first, second)
-    run(*steps, *more, work=ids.numel() * first[0].numel())
+    steps, out = _experts(x, ids, weights, first, second)
+    run(*steps, work=ids.numel() * first.rows * first.columns)
     return out
 
 
 def moe(
     x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, shared_up: Weight, shared_down: Weight
 ) -> Tensor:
-    first, second = up.dense(), down.dense()
-    first_shared, second_shared = shared_up.dense(), shared_down.dense()
-    if not fits(x, first, second, first_shared, second_shared):
+    first, second, third, fourth = (matrix(w) for w in (up, down, shared_up, shared_down))
+    if not first or not second or not third or not fourth or not fits(x, first, second, third, fourth):
         return reference.moe(x, ids, weights, up, down, shared_up, shared_down)
-    steps, wide = operand(x, dot_type(first))
-    more, out = _experts(wide, x.dtype, ids, weights, first, second)
-    hidden = empty(len(x), len(first_shared), dtype=dot_type(second_shared))
-    shared = product(wide, first_shared, hidden, square=True), product(hidden, second_shared, out, add=out)
-    run(*steps, *more, *shared, work=ids.numel() * first[0].numel())
+    steps, out = _experts(x, ids, weights, first, second)
+    run(*steps, *two_products(x, third, fourth, out, add=out), work=ids.numel() * first.rows * first.columns)
     return out
 
 
-def _experts(
-    x: Tensor, dtype: torch.dtype, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor
-) -> tuple[list[Step], Tensor]:
-    """(the steps of the routed experts, their result in `dtype`); x as operand() gives it."""
-    (tokens, k), (count, inner, inputs), outputs = ids.shape, up.shape, down.shape[1]
-    ids, weights, type = ids.contiguous(), weights.contiguous(), types[up.dtype]
-    order, borders = empty(tokens * k, dtype=torch.int64), empty(count + 1, dtype=torch.int64)
-    hidden = empty(tokens * k, inner, dtype=dot_type(down))
-    sums, out = empty(tokens, outputs, dtype=torch.float32), empty(tokens, outputs, dtype=dtype)
-    first = (count, inputs, inner, k, x.stride(0), types[hidden.dtype], type)
-    second = (tokens, count, inner, outputs, k, types[dtype], type)
+def _experts(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix) -> tuple[list[Step], Tensor]:
+    """(the steps of the routed experts, their result)"""
+    tokens, k = ids.shape
+    pairs, count = tokens * k, up.members
+    order, borders = empty(pairs, dtype=torch.int64), empty(count + 1, dtype=torch.int64)
+    hidden, sums = empty(pairs, up.rows, dtype=down.dot_type), empty(tokens, down.rows, dtype=torch.float32)
+    out, weights = empty(tokens, down.rows, dtype=x.dtype), weights.contiguous()
+    widen, wide = operand(x, up.dot_type)
+    prepare, ready = up.ready(x) if tokens <= _SPREAD else ([], None)
+    prepare_hidden, ready_hidden = down.ready(hidden) if tokens <= _SPREAD else ([], None)
+    counts = (tokens, count, k)
     steps = [
-        _GROUP(ids, order, borders, tokens * k, count),
-        _UP(order, borders, x, up, hidden, *first),
-        _DOWN(order, borders, weights, hidden, down, sums, out, *second),
-    ]
+        *widen,
+        *prepare,
+        _GROUP(ids.contiguous(), order, borders, pairs, count),
+        _UP(
+            order, borders, wide, ready, None, None, hidden, up.panels(),
+            *up.fields, *counts, wide.stride(0), types[hidden.dtype],
+        ),
+        *prepare_hidden,
+        _DOWN(
+            order, borders, hidden, ready_hidden, weights, sums, out, down.panels(),
+            *down.fields, *counts, hidden.stride(0), types[x.dtype],
+        ),
+    ]  # fmt: skip
     return steps, out

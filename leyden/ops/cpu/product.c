@@ -87,15 +87,17 @@ INLINE void strip(const void *const *x, const char *w, int64_t from, int64_t to,
     }
 }
 
-INLINE void blocks(const void *const *x, int64_t count, const void *w, int64_t from, int64_t to, int64_t k,
+/* All tokens with `rows` rows of k elements, the first of which is the matrix's row `from`. */
+INLINE void blocks(const void *const *x, int64_t count, const char *w, int64_t rows, int64_t from, int64_t k,
                    const int type, Finish *finish, const void *context) {
     const int64_t tiles = (count + TILE_M - 1) / TILE_M, height = (count + tiles - 1) / tiles;
     int64_t block = BLOCK_BYTES / (k * size_of(type)) / STRIP * STRIP;
     if (block < STRIP) block = STRIP;
-    for (int64_t start = from; start < to; start += block)
+    for (int64_t start = 0; start < rows; start += block)
         for (int64_t first = 0; first < count; first += height)
-            for (int64_t n = start; n < start + block && n < to; n += STRIP) {
-                const int64_t end = n + STRIP < to ? n + STRIP : to, some = count - first < height ? count - first : height;
+            for (int64_t n = start; n < start + block && n < rows; n += STRIP) {
+                const int64_t end = n + STRIP < rows ? n + STRIP : rows;
+                const int64_t some = count - first < height ? count - first : height;
                 float out[TILE_M][STRIP];
                 switch (some) {
 #define CASE(M)                                                                  \
@@ -112,15 +114,38 @@ INLINE void blocks(const void *const *x, int64_t count, const void *w, int64_t f
 #endif
 #undef CASE
                 }
-                for (int64_t m = 0; m < some; m++) finish(context, first + m, n, out[m], end - n);
+                for (int64_t m = 0; m < some; m++) finish(context, first + m, from + n, out[m], end - n);
             }
 }
 
-void product(const void *const *x, int64_t count, const void *w, int64_t from, int64_t to, int64_t k, int type,
-             Finish *finish, const void *context) {
-    if (count == 0) return;
+static void plain(const void *const *x, int64_t count, const void *w, int64_t rows, int64_t from, int64_t k, int type,
+                  Finish *finish, const void *context) {
     if (type == F32)
-        blocks(x, count, w, from, to, k, F32, finish, context);
+        blocks(x, count, w, rows, from, k, F32, finish, context);
     else
-        blocks(x, count, w, from, to, k, BF16, finish, context);
+        blocks(x, count, w, rows, from, k, BF16, finish, context);
+}
+
+void product(const void *const *x, const void *const *ready, int64_t count, const Matrix *m, int64_t from, int64_t to,
+             void *panel, Finish *finish, const void *context) {
+    const int type = (int)m->type;
+    const int64_t k = m->columns, stride = k * size_of(type);
+    if (count == 0) return;
+    if (m->kind == PLAIN) {
+        plain(x, count, m->codes + from * stride, to - from, from, k, type, finish, context);
+    } else if (count <= MOST_TOKENS && ready) {
+        for (int64_t n = from; n < to; n += STRIP) {
+            const int64_t end = n + STRIP < to ? n + STRIP : to;
+            float out[MOST_TOKENS][STRIP];
+            for (int64_t row = n; row < end; row += MOST_ROWS)
+                dots(m, row, end - row < MOST_ROWS ? end - row : MOST_ROWS, ready, count, out[0] + row - n, STRIP);
+            for (int64_t i = 0; i < count; i++) finish(context, i, n, out[i], end - n);
+        }
+    } else {
+        for (int64_t n = from; n < to; n += PANEL) {
+            const int64_t end = n + PANEL < to ? n + PANEL : to;
+            for (int64_t row = n; row < end; row++) unpack(m, row, (char *)panel + (row - n) * stride, type);
+            plain(x, count, panel, end - n, n, k, type, finish, context);
+        }
+    }
 }

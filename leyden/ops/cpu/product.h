@@ -1,12 +1,12 @@
 /* Products of a few rows of x with the rows of a stored matrix: the one loop in which a model spends its time.
 
-A matrix is F32 or BF16. Its partners are rows of DOT(type): F32 for F32; for BF16 also BF16 where the machine
-multiplies pairs of them, else F32. */
+A matrix has values of F32 or BF16. Its partners are rows of DOT(type): F32 for F32; for BF16 also BF16 where the
+machine multiplies pairs of them, else F32. */
 
 #ifndef LEYDEN_PRODUCT_H
 #define LEYDEN_PRODUCT_H
 
-#include "kernels.h"
+#include "matrix.h"
 
 #if WIDTH == 64 && defined(__AVX512BF16__)
 #define DOT(type) (type)
@@ -17,10 +17,15 @@ multiplies pairs of them, else F32. */
 /* Takes the products of token `m` with rows n, n + 1, ... of the matrix: `count` sums. */
 typedef void Finish(const void *context, int64_t m, int64_t n, const float *sums, int64_t count);
 
-/* Rows x[0 .. count) of DOT(type), k elements each, times rows [from, to) of w; each sum goes to `finish` once.
+/* Rows of the matrix that are unpacked together, if they are codes. */
+enum { PANEL = 24 };
 
-Sums are taken in the same order however many tokens there are: a token's result does not depend on those beside it. */
-void product(const void *const *x, int64_t count, const void *w, int64_t from, int64_t to, int64_t k, int type,
-             Finish *finish, const void *context);
+/* Rows x[0 .. count) of DOT(type) times rows [from, to) of m; each sum goes to `finish` once.
+
+Sums are taken in the same order however many tokens there are: a token's result does not depend on those beside it.
+But few tokens meet codes as they are, if their rows have been made ready for that (`ready` not null). `panel`: room for
+PANEL rows of `type`. */
+void product(const void *const *x, const void *const *ready, int64_t count, const Matrix *m, int64_t from, int64_t to,
+             void *panel, Finish *finish, const void *context);
 
 #endif

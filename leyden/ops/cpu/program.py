@@ -12,7 +12,7 @@ import struct
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -36,7 +36,12 @@ if _native is not None:
     _native.run_program.restype = None
     if ctypes.c_int64.in_dll(_native, "has_f16").value:
         types[torch.float16] = 2
-    dot_bf16 = bool(ctypes.c_int64.in_dll(_native, "dot_bf16").value)
+
+
+def constant(name: str) -> int:
+    """A number that the kernels were built with."""
+    assert _native is not None
+    return ctypes.c_int64.in_dll(_native, name).value
 
 
 class Step(NamedTuple):
@@ -55,7 +60,7 @@ class Kernel:
     def __init__(self, name: str, layout: str):
         assert _native is not None
         address = ctypes.cast(getattr(_native, name), ctypes.c_void_p).value
-        words = ctypes.c_int64.in_dll(_native, f"{name}_bytes").value // 8
+        words = constant(f"{name}_bytes") // 8
         assert words == len(layout), f"{name} takes {words} arguments"
         self._head = (address, words)
         self._tensors = [i for i, letter in enumerate(layout) if letter == "t"]
@@ -82,6 +87,13 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """Room for a result or for work in progress: every binding of a kernel gets its memory here."""
     recorder = _thread.recorder
     return torch.empty(shape, dtype=dtype) if recorder is None else recorder.arena.empty(shape, dtype)
+
+
+def prepare(weights: Iterable[Tensor]) -> None:
+    """See ops.prepare: large pages for what is read in every step. Memory that has been written keeps small ones."""
+    for weight in weights:
+        if _native is not None:
+            _native.large_pages(ctypes.c_void_p(weight.data_ptr()), ctypes.c_int64(weight.nbytes))
 
 
 def has_rows(x: Tensor) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from leyden.ops.cpu.program import available
 
 ROOT = Path(__file__).parents[3]
+TESTS = [f"tests/ops/cpu/test_{name}.py" for name in ("kernels", "formats")]
 FLAGS = "-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 # One float too many, behind the end of a tensor
 OVERRUN = """
@@ -46,7 +47,7 @@ def environment(flags: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("flags", ["-march=x86-64" if os.uname().machine == "x86_64" else "", ""])
 def test_kernels_under_sanitizers(flags: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/ops/cpu/test_kernels.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *TESTS]
     done = subprocess.run(command, cwd=ROOT, env=environment(flags), capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
