@@ -1,11 +1,12 @@
 """Sampling parameters on the device, one table row per slot, and the way from logits to the step's tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from leyden import ops
+from leyden.engine.banned import Banned
 from leyden.engine.grammar import Allowed
 from leyden.engine.thinking import Budgets
 from leyden.types import Admit, Row, Sampled, TokenLogprobs
@@ -32,10 +33,12 @@ class Sampler:
         self._device = device
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)
         self._budgets = Budgets(slots, vocab_size, device)
+        self._banned = Banned(slots, device)
         self._floats = torch.zeros(slots, len(_COLUMNS), device=device)
         self._ints = torch.zeros(slots, 2, dtype=torch.int64, device=device)  # top_k, seed
         self._masks: dict[int, _Mask] = {}
         self._logprobs: dict[int, int] = {}  # slot -> k
+        self._logprob_ids: dict[int, list[int]] = {}
         self._prompt_logprobs: dict[int, int] = {}
         self._penalized: set[int] = set()
         self._counts: Tensor | None = None  # int32 [slots, V], made when the first request asks for penalties
@@ -53,6 +56,7 @@ class Sampler:
         for a in admits:
             self._admit_one(a)
         self._budgets.admit(admits)
+        self._banned.admit(admits)
 
     def _admit_one(self, a: Admit) -> None:
         params, slot = a.params, a.slot
@@ -62,6 +66,9 @@ class Sampler:
             table.pop(slot, None)
             if value is not None:
                 table[slot] = self._vocab_size if value < 0 else value
+        self._logprob_ids.pop(slot, None)
+        if params.logprob_token_ids:
+            self._logprob_ids[slot] = params.logprob_token_ids
         self._masks.pop(slot, None)
         if params.logit_bias or params.allowed_token_ids is not None or params.min_tokens:
             allowed = params.allowed_token_ids
@@ -96,11 +103,13 @@ class Sampler:
         """
         raw = logits
         logits = self._adjust(rows, slots, positions, logits)
+        logits = self._banned.close(rows, self._banned.before(slots), logits)
         if allowed is not None:
             logits = _constrain(raw, logits, allowed)
         tokens = self.draw(slots, positions, logits)
         tokens = self._budgets.apply(rows, slots, positions, self.last[slots], tokens)
         self.last[slots] = tokens
+        self._banned.follow(rows, slots, tokens)
         counted = [i for i, row in enumerate(rows) if row.slot in self._penalized]
         if counted and self._counts is not None and self._seen is not None:
             self._counts[slots[counted], tokens[counted]] += 1
@@ -110,7 +119,9 @@ class Sampler:
         if wanted:
             at = list(wanted)
             values = ops.logprobs(raw[at], tokens[at], max(wanted.values()))
-        return Drawn(tokens, wanted, values)
+        asked = {i: ids for i, row in enumerate(rows) if (ids := self._logprob_ids.get(row.slot))}
+        scores = {i: raw[i, ids] - raw[i].logsumexp(-1) for i, ids in asked.items()}
+        return Drawn(tokens, wanted, values, asked, scores)
 
     def draw(self, slots: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         """int64 [S]: what temperature, min_p, top_k and top_p make of the logits."""
@@ -121,7 +132,8 @@ class Sampler:
     def plain(self, rows: list[Row]) -> bool:
         """Whether nothing but draw() decides over these rows, and nobody wants to know log-probabilities."""
         special = self._masks.keys() | self._penalized | self._logprobs.keys()
-        return special.isdisjoint(row.slot for row in rows) and not self._budgets.concern(rows)
+        concerned = self._budgets.concern(rows) or self._banned.concern(rows)
+        return special.isdisjoint(row.slot for row in rows) and not concerned
 
     def _adjust(self, rows: list[Row], slots: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         masked = [(i, self._masks[row.slot]) for i, row in enumerate(rows) if row.slot in self._masks]
@@ -172,6 +184,8 @@ class Drawn:
     tokens: Tensor  # int64 [S]
     wanted: dict[int, int]  # row of the S -> k, where log-probabilities were asked for
     values: tuple[Tensor, Tensor, Tensor, Tensor] | None  # what ops.logprobs gave for those rows
+    asked: dict[int, list[int]] = field(default_factory=dict)  # row -> ids that it wants to know instead of the top
+    scores: dict[int, Tensor] = field(default_factory=dict)  # their log-probabilities
 
     def read(self) -> list[Sampled]:
         """Waits for the device."""
@@ -180,6 +194,8 @@ class Drawn:
         if self.values is not None:
             entries = _entries([tokens[i] for i in self.wanted], list(self.wanted.values()), self.values)
             for i, entry in zip(self.wanted, entries, strict=True):
+                if i in self.asked:
+                    entry.top_ids, entry.top_logprobs = self.asked[i], self.scores[i].tolist()
                 results[i].logprobs = entry
         return results
 
