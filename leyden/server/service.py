@@ -26,6 +26,7 @@ from leyden.text.stream import TextStream
 from leyden.text.template import ChatTemplate
 from leyden.text.thinking import ENDS, with_thinking
 from leyden.text.tokenizer import Tokenizer
+from leyden.text.words import spellings
 from leyden.types import Delta, Request, SamplingParams, TokenLogprobs
 
 logger = log.get(__name__)
@@ -42,6 +43,9 @@ _SENT = (
     "ignore_eos",
     "skip_special_tokens",
     "allowed_token_ids",
+    "bad_words",
+    "logprob_token_ids",
+    "repetition_detection",
 )
 
 Body = ChatRequest | CompletionRequest
@@ -99,6 +103,8 @@ class Choice:
             self.finish_reason, self.stop_reason = "stop", self._text.stop
         elif delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            if delta.finish_reason == "repetition":
+                self.stop_reason = "repetition_detected"
             text += self._text.finish()
             taken = len(ids)
         step = Step(text, ids[:taken], (delta.logprobs or [])[:taken])
@@ -177,11 +183,19 @@ class Service:
             keep = max(self.max_model_len - max(body.limit[1] or 1, 1), 1)
         return prompt[-keep:] if body.truncation_side == "left" else prompt[:keep]
 
-    def params(self, body: Body, prompt: Sequence[int], prompt_field: str, thinking: bool) -> SamplingParams:
+    async def banned(self, body: Body) -> list[list[int]]:
+        """The bad words of a request, as the engine wants them."""
+        if not body.bad_words:
+            return []
+        return await asyncio.to_thread(spellings, body.bad_words, self.tokenizer)
+
+    def params(
+        self, body: Body, prompt: Sequence[int], prompt_field: str, thinking: bool, banned: list[list[int]]
+    ) -> SamplingParams:
         """How to generate, with the model's defaults and what the context has room for.
 
-        `thinking`: the answer starts with it. Raises RequestError that names the field at fault: `prompt_field` if the
-        prompt alone is too long.
+        `thinking`: the answer starts with it; `banned`: from banned(). Raises RequestError that names the field at
+        fault: `prompt_field` if the prompt alone is too long.
         """
         values: dict[str, Any] = {name: self.defaults.get(name) for name in _DEFAULTED}
         values |= {name: value for name in _SENT if (value := getattr(body, name)) is not None}
@@ -193,12 +207,14 @@ class Service:
         self.check_vocabulary("allowed_token_ids", body.allowed_token_ids)
         self.check_vocabulary("logit_bias", body.logit_bias)
         self.check_vocabulary("stop_token_ids", body.stop_token_ids)
+        self.check_vocabulary("logprob_token_ids", body.logprob_token_ids)
         stops = dict.fromkeys(body.stop_token_ids or ())
         if not body.ignore_eos:
             stops |= dict.fromkeys(self.defaults.get("stop_token_ids", ()))
         params = SamplingParams(
             **{name: value for name, value in values.items() if value is not None},
             logit_bias={id: min(max(bias, -100.0), 100.0) for id, bias in (body.logit_bias or {}).items()},
+            banned=banned,
             seed=None if body.seed == -1 else body.seed,
             n=body.n,
             max_tokens=limit,

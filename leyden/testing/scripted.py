@@ -207,6 +207,9 @@ class ScriptedEngine:
         self._stats.generated_tokens += len(delta.token_ids)
         if params.logprobs is not None:
             delta.logprobs = [self._logprobs(id, params.logprobs, -0.25, -2.0) for id in delta.token_ids]
+            for entry in delta.logprobs if params.logprob_token_ids else ():
+                entry.top_ids = list(params.logprob_token_ids or ())
+                entry.top_logprobs = [-0.25 if id == entry.token_id else -3.0 for id in entry.top_ids]
         return delta
 
     def _logprobs(self, id: int, top: int, best: float, second: float) -> TokenLogprobs:
