@@ -10,7 +10,7 @@ import itertools
 import re
 import time
 import uuid
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,6 +121,7 @@ class Service:
                 caps what a request may ask for, stop_token_ids are added to the request's
     names       what clients may call the model, "*" for anything; the first one is that of those who do not say
     root        where the model came from, for its card
+    traced      is told of every choice that is over, and why
     """
 
     config: ServerConfig
@@ -132,6 +133,7 @@ class Service:
     names: tuple[str, ...]
     root: str
     fingerprint: str | None = None
+    traced: Callable[[Choice, str], None] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     _count: "itertools.count[int]" = field(default_factory=itertools.count)
 
@@ -374,6 +376,9 @@ class Run:
             failed = self._stream.error is not None
             self._metrics.finished["error" if failed else "abort"].inc(self._running)
             self._metrics.client_aborts.inc(0 if failed else self._running)
+            for choice in self._choices.values():
+                if choice.finish_reason is None:
+                    self._trace(choice, "error" if failed else "abort")
         else:
             self._metrics.most_generated.add(max(len(choice.token_ids) for choice in self._choices.values()))
         self._running = 0
@@ -426,6 +431,11 @@ class Run:
             if tokens > 1:
                 metrics.per_token.add((choice.last - choice.first) / (tokens - 1))
         self._service.log_answer(choice)
+        self._trace(choice, choice.finish_reason or "abort")
+
+    def _trace(self, choice: Choice, reason: str) -> None:
+        if self._service.traced is not None:
+            self._service.traced(choice, reason)
 
 
 def cut(delta: Delta) -> list[Delta]:
