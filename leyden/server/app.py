@@ -78,7 +78,7 @@ def build(
         names=served,
         root=model,
         fingerprint=fingerprint(config, client.facts),
-        traced=tracing and tracing.record,
+        traced=tracing.record if tracing is not None else None,
     )
 
     @contextlib.asynccontextmanager

@@ -4,10 +4,11 @@ Needs opentelemetry-sdk and opentelemetry-exporter-otlp, which are imported only
 users expect holds: OTEL_EXPORTER_OTLP_TRACES_PROTOCOL (grpc, http/protobuf), OTEL_SERVICE_NAME and the like. A request
 with a traceparent header makes its span a child of the caller's.
 
-Attributes: the names of vLLM 0.27 (gen_ai.latency... in seconds), and beside them those that OpenTelemetry's conventions
-for generative AI have today. Neither prompts nor answers are among them.
+Attributes: the names of vLLM 0.27 (latencies in seconds), and beside them those that OpenTelemetry's conventions for
+generative AI have today. Neither prompts nor answers are among them.
 """
 
+import importlib
 import os
 import time
 
@@ -34,14 +35,12 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-            match os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc"):
-                case "grpc":
-                    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Exporter
-                case "http/protobuf":
-                    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Exporter
-                case other:
-                    names = ", ".join(_PROTOCOLS)
-                    raise ConfigError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL must be one of {names}, got {other!r}")
+            protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+            if protocol not in _PROTOCOLS:
+                names = ", ".join(_PROTOCOLS)
+                raise ConfigError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL must be one of {names}, got {protocol!r}")
+            kind = protocol.partition("/")[0]
+            exporters = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{kind}.trace_exporter")
         except ImportError as error:
             raise ConfigError(
                 f"--otlp-traces-endpoint needs opentelemetry-sdk and opentelemetry-exporter-otlp ({error}); "
@@ -49,7 +48,7 @@ class Tracing:
             ) from None
         resource = Resource({"service.name": "leyden"}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(Exporter(endpoint=endpoint)))
+        self._provider.add_span_processor(BatchSpanProcessor(exporters.OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer("leyden")
         self._model = model
         self._context = context
