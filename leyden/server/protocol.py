@@ -18,7 +18,7 @@ from typing_extensions import TypedDict  # pydantic reads the one of typing from
 
 from leyden.errors import RequestError
 from leyden.server.grammars import LEGACY, of_answer, of_tools
-from leyden.types import MAX_LOGPROB_IDS, Grammar, Repetition
+from leyden.types import MAX_LOGPROB_IDS, Grammar
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
@@ -49,6 +49,14 @@ NO_EFFECT = ("guided_decoding_backend", "guided_whitespace_pattern")
 class StreamOptions(BaseModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+class RepetitionDetection(BaseModel):
+    """Fields of leyden.types.Repetition."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
 
 
 class Sampling(BaseModel):
@@ -119,7 +127,7 @@ class Generation(Sampling):
     logprob_token_ids: list[int] | None = Field(
         None, max_length=MAX_LOGPROB_IDS, description="tokens to tell about, instead of the most likely ones"
     )
-    repetition_detection: Repetition | None = Field(
+    repetition_detection: RepetitionDetection | None = Field(
         None, description="ends an answer whose last tokens are one pattern, min_count times in a row"
     )
     structured_outputs: dict[str, Any] | None = None

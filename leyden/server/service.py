@@ -27,7 +27,7 @@ from leyden.text.template import ChatTemplate
 from leyden.text.thinking import ENDS, with_thinking
 from leyden.text.tokenizer import Tokenizer
 from leyden.text.words import spellings
-from leyden.types import Delta, Request, SamplingParams, TokenLogprobs
+from leyden.types import Delta, Repetition, Request, SamplingParams, TokenLogprobs
 
 logger = log.get(__name__)
 
@@ -45,7 +45,6 @@ _SENT = (
     "allowed_token_ids",
     "bad_words",
     "logprob_token_ids",
-    "repetition_detection",
 )
 
 Body = ChatRequest | CompletionRequest
@@ -224,6 +223,7 @@ class Service:
             stop_token_ids=list(stops),
             logprobs=self._check_top("top_logprobs" if isinstance(body, ChatRequest) else "logprobs", body.top),
             prompt_logprobs=self._check_top("prompt_logprobs", body.prompt_logprobs),
+            repetition_detection=Repetition(**rule.model_dump()) if (rule := body.repetition_detection) else None,
             grammar=body.grammar(
                 compact=bool(self.config.structured_outputs_config.get("disable_any_whitespace")),
                 level=self.config.tool_strict_level or "auto",

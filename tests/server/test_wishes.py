@@ -60,7 +60,7 @@ def test_chosen_tokens_that_cannot_be(server: Server, path: str, fields: dict[st
 
 
 def test_an_answer_that_repeats_itself(start: Any):
-    rule = {"max_pattern_size": 3, "min_count": 4}
+    rule = {"max_pattern_size": 3, "min_count": 4, "unknown": [1]}
     with start({"again": Case("</think>" + "ha " * 9, "repetition")}) as server:
         choice = server.chat("again", repetition_detection=rule).json()["choices"][0]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", "repetition_detected")
