@@ -138,8 +138,9 @@ class OwnProcess:
 
     def _readable(self) -> None:
         assert self._deliver is not None
-        while not self._events.closed and int(self._events.get(zmq.EVENTS)) & zmq.POLLIN:
-            self._deliver(self._decoder.decode(self._events.recv(zmq.NOBLOCK)))
+        with contextlib.suppress(zmq.Again):  # asking first whether there is something costs as much as taking it
+            while not self._events.closed:
+                self._deliver(self._decoder.decode(self._events.recv(zmq.NOBLOCK)))
 
     def _ended(self) -> None:
         assert self._deliver is not None

@@ -262,7 +262,7 @@ class Service:
             Request(
                 id=f"{response_id}-{number:x}-{index}",
                 prompt=prompt,
-                params=replace(params, seed=seed, n=1),
+                params=params if params.n == 1 else replace(params, seed=seed, n=1),
                 priority=body.priority,
                 arrival=time.monotonic(),
                 cache_salt=body.cache_salt or "",
