@@ -139,7 +139,7 @@ class OwnProcess:
 
     def _readable(self) -> None:
         assert self._deliver is not None
-        while not self._events.closed and self._events.getsockopt(_EVENTS) & _POLLIN:
+        while not self._events.closed and int(self._events.getsockopt(_EVENTS)) & _POLLIN:
             self._deliver(self._decoder.decode(self._events.recv(zmq.NOBLOCK)))
 
     def _ended(self) -> None:
