@@ -187,7 +187,6 @@ def _add_health(app: fastapi.FastAPI, service: Service, numbers: EngineNumbers) 
     async def load() -> dict[str, int]:
         return {"server_load": app.state.running if service.config.enable_server_load_tracking else 0}
 
-    @app.head("/metrics", response_model=None)  # load generators look whether it is there
     @app.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         await numbers.refresh()
