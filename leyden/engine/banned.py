@@ -59,10 +59,18 @@ class Banned:
         closing = torch.where(met, float("-inf"), 0.0).to(logits.dtype)
         return logits.index_put((at, last), closing, accumulate=True)
 
-    def follow(self, rows: list[Row], slots: Tensor, tokens: Tensor) -> None:
-        """Take in the tokens that the rows came to: slots and tokens int64 [S], no slot twice."""
-        if self.concern(rows):
-            self._recent[slots] = torch.cat((self._recent[slots], tokens[:, None]), 1)[:, 1:]
+    def follow(self, rows: list[Row], slots: Tensor, tokens: Tensor, counts: Tensor | None = None) -> None:
+        """Take in what the answers of `slots` int64 [R], none of them twice, go on with: tokens int64 [R, W].
+
+        counts  int64 [R]: how many of a row's tokens are taken, the first ones; None: all
+        """
+        if not self.concern(rows):
+            return
+        every, width = torch.cat((self._recent[slots], tokens), 1), self._recent.shape[1]
+        if counts is None:
+            self._recent[slots] = every[:, tokens.shape[1] :]
+        else:
+            self._recent[slots] = every.gather(1, counts[:, None] + torch.arange(width, device=every.device))
 
     def _gather(self, slots: list[int]) -> tuple[Tensor, Tensor]:
         """(index of the row int64 [N], sequence int64 [N, K + 1]) of all sequences of all rows."""

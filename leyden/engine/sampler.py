@@ -109,7 +109,7 @@ class Sampler:
         tokens = self.draw(slots, positions, logits)
         tokens = self._budgets.apply(rows, slots, positions, self.last[slots], tokens)
         self.last[slots] = tokens
-        self._banned.follow(rows, slots, tokens)
+        self._banned.follow(rows, slots, tokens[:, None])
         counted = [i for i, row in enumerate(rows) if row.slot in self._penalized]
         if counted and self._counts is not None and self._seen is not None:
             self._counts[slots[counted], tokens[counted]] += 1

@@ -46,7 +46,7 @@ def test_table_is_the_rule_wherever_sequences_enter_and_pause(seed: int):
             over = {id for id, value in enumerate(row) if value == float("-inf")}
             assert over == closed(answers[slot], wishes[slot])
         tokens = [draw.randrange(4) for _ in batch]
-        table.follow(rows(*batch), slots, torch.tensor(tokens))
+        table.follow(rows(*batch), slots, torch.tensor(tokens)[:, None])
         for slot, token in zip(batch, tokens, strict=True):
             answers[slot].append(token)
 
@@ -59,6 +59,14 @@ def test_rows_of_drafts_look_at_the_drafts_before_them():
     before = history.unfold(0, 2, 1)  # in front of the first draft, of the second, and of what follows
     found = table.close(rows(2, 2, 2), before, torch.zeros(3, 10))
     assert [[id for id in range(10) if row[id] < 0] for row in found.tolist()] == [[5], [5, 9], [5]]
+
+
+@pytest.mark.parametrize("taken", range(4))
+def test_of_drafts_the_accepted_ones_become_part_of_the_answer(taken: int):
+    table, slot = Banned(3, "cpu"), torch.tensor([2])
+    table.admit([Admit(2, "r", params([[7, 8, 9, 4]]), 0, 1, (), [1, 5, 6, 7])])
+    table.follow(rows(2), slot, torch.tensor([[8, 9, 4]]), torch.tensor([taken]))
+    assert table.before(slot).tolist() == [[5, 6, 7, 8, 9, 4][taken : taken + 3]]
 
 
 def test_steps_without_bad_words_are_left_alone():
