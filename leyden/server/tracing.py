@@ -11,6 +11,7 @@ generative AI have today. Neither prompts nor answers are among them.
 import importlib
 import os
 import time
+from types import ModuleType
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -21,34 +22,36 @@ from leyden.server.service import Choice
 _PROTOCOLS = ("grpc", "http/protobuf")
 
 
-class Tracing:
-    """The way to a collector at `endpoint`; `model` is the served name.
+def exporters() -> ModuleType:
+    """The package that sends spans. ConfigError if it is missing, or if the protocol is one that there is not."""
+    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+    if protocol not in _PROTOCOLS:
+        names = ", ".join(_PROTOCOLS)
+        raise ConfigError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL must be one of {names}, got {protocol!r}")
+    kind = protocol.partition("/")[0]
+    try:
+        return importlib.import_module(f"opentelemetry.exporter.otlp.proto.{kind}.trace_exporter")
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs opentelemetry-sdk and opentelemetry-exporter-otlp ({error}); "
+            "install leyden[tracing]"
+        ) from None
 
-    Raises ConfigError if a package is missing or the protocol is unknown.
-    """
+
+class Tracing:
+    """The way to a collector at `endpoint`; `model` is the served name. ConfigError as from exporters()."""
 
     def __init__(self, endpoint: str, model: str):
-        try:
-            from opentelemetry import context, trace
-            from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        exporter = exporters().OTLPSpanExporter(endpoint=endpoint)
+        from opentelemetry import context, trace
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-            protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
-            if protocol not in _PROTOCOLS:
-                names = ", ".join(_PROTOCOLS)
-                raise ConfigError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL must be one of {names}, got {protocol!r}")
-            kind = protocol.partition("/")[0]
-            exporters = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{kind}.trace_exporter")
-        except ImportError as error:
-            raise ConfigError(
-                f"--otlp-traces-endpoint needs opentelemetry-sdk and opentelemetry-exporter-otlp ({error}); "
-                "install leyden[tracing]"
-            ) from None
         resource = Resource({"service.name": "leyden"}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporters.OTLPSpanExporter(endpoint=endpoint)))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("leyden")
         self._model = model
         self._context = context

@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from leyden.errors import ConfigError
-from leyden.server.tracing import Tracing
+from leyden.server.tracing import Tracing, exporters
 from leyden.testing.scripted import Case
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -114,8 +114,9 @@ def test_answers_that_fail_or_are_left_are_spans_too(start: Any, collector: Coll
 def test_what_is_missing_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "carrier-pigeon")
     with pytest.raises(ConfigError, match="grpc, http/protobuf, got 'carrier-pigeon'"):
-        Tracing("http://127.0.0.1:1", "tiny")
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+        exporters()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"leyden\[tracing\]"):
         Tracing("http://127.0.0.1:1", "tiny")
 
