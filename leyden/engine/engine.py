@@ -252,6 +252,8 @@ class Engine:
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids or ()),
             ("stop_token_ids", params.stop_token_ids),
+            ("logprob_token_ids", params.logprob_token_ids or ()),
+            ("bad_words", [token for word in params.banned for token in word]),
             ("thinking", (*markers.ends, *markers.forced, *markers.line_ends) if markers is not None else ()),
         ):
             if bad := [token for token in ids if not 0 <= token < vocab]:
