@@ -10,6 +10,7 @@ BENCHES = {
     "ladder": ("leyden.bench.ladder", "how fast the engine decodes and reads, and how far from the floor"),
     "peers": ("leyden.bench.peers", "the same weights through transformers and llama.cpp"),
     "api": ("leyden.bench.api", "what the HTTP server costs per request and per token"),
+    "evals": ("leyden.bench.evals", "how often a served model is right, on held-out examples"),
     "agents": ("leyden.bench.agents", "how much of what agents send again is computed again"),
 }
 

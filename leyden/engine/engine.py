@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from leyden import log
-from leyden.cache.pool import Pool
+from leyden.cache.pool import NO_DRAFTER, Pool
 from leyden.config.engine import EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
@@ -21,6 +21,8 @@ from leyden.errors import ConfigError, RequestError
 from leyden.model import checkpoint
 from leyden.model.nemotron import Nemotron
 from leyden.model.rounded import narrow
+from leyden.spec.drafter import Drafter
+from leyden.spec.load import load
 from leyden.text.tokenizer import Tokenizer
 from leyden.types import Delta, EngineStats, Plan, Request, Row
 
@@ -49,9 +51,13 @@ class Engine:
         tokenizer: Callable[[], Tokenizer] = _no_tokenizer,
         overlap: bool = False,
         max_logprobs: int = 20,
+        drafter: Drafter | None = None,
+        coupled: bool = False,
         **limits: Any,
     ):
-        """`tokenizer` is called when the first request with a grammar comes."""
+        """`tokenizer` is called when the first request with a grammar comes. `drafter` has room in the pool if `split`
+        knows of it; `coupled`: its drafts are drawn with the noise of the tokens that they guess.
+        """
         shape = split.shape
         device = next(model.parameters()).device
         self.config = model.config
@@ -69,13 +75,16 @@ class Engine:
                 row_tokens=limits.pop("row_tokens", 0),
                 policy=limits.pop("policy", "fcfs"),
                 prefix_caching=limits.pop("prefix_caching", True),
+                drafts=shape.draft.width,
+                lookahead=shape.draft.lookahead,
             ),
             eos_token_ids=model.config.eos_token_ids,
             quiet_eos=model.config.tokenizer_eos_id,
             **limits,
         )
         pool = Pool(model.config, shape, device)
-        self.runner = Runner(model, pool, Sampler(shape.slots, model.config.vocab_size, device))
+        sampler = Sampler(shape.slots, model.config.vocab_size, device, shape.draft.width)
+        self.runner = Runner(model, pool, sampler, drafter, coupled)
         eos = self.config.eos_token_ids
         self.grammars = Grammars(Compiler(tokenizer, self.config.vocab_size, eos), self.config.vocab_size, eos)
         self._overlap = overlap
@@ -90,7 +99,9 @@ class Engine:
         texts = resolve(config.tokenizer) if config.tokenizer else folder
         architecture = ModelConfig.from_folder(folder, config.hf_overrides)
         dtype = dtype_of(config.dtype, getattr(torch, architecture.dtype), "--dtype")
-        model = checkpoint.build(architecture, dtype, device)
+        drafting = config.speculative.settle(architecture, str(folder)) if config.speculative else None
+        mtp = drafting is not None and drafting.method == "mtp"
+        model = checkpoint.build(architecture, dtype, device, mtp)
         if config.load_format == "dummy":
             if config.quantization:
                 narrow(model, config.quantization)
@@ -103,10 +114,14 @@ class Engine:
             and not os.getenv("OMP_NUM_THREADS")
         ):
             torch.set_num_threads(1)
-        split = divide(config, architecture, dtype, device.type, free(config, device))
+        model.eval().requires_grad_(False)
+        drafter, room = load(drafting, model) if drafting else (None, NO_DRAFTER)
+        split = divide(config, architecture, dtype, device.type, free(config, device), room)
         engine = cls(
-            model.eval().requires_grad_(False),
+            model,
             split,
+            drafter=drafter,
+            coupled=drafting is not None and drafting.draft_sample_method == "probabilistic",
             tokenizer=lambda: Tokenizer.from_folder(texts),
             overlap=device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
             max_logprobs=config.max_logprobs,
@@ -187,7 +202,10 @@ class Engine:
         if self._launched is None:
             return []
         (plan, output), self._launched = self._launched, None
-        return self._follow(self.scheduler.commit(plan, output.read()))
+        results = output.read()
+        deltas = self._follow(self.scheduler.commit(plan, results))
+        self.grammars.expect(plan.rows, results)
+        return deltas
 
     def _allowed(self, rows: list[Row], out: list[Delta]) -> Allowed | None:
         """What the grammars of `rows` allow now. That depends on the tokens of the step before: it is committed first,
@@ -206,7 +224,10 @@ class Engine:
         return deltas
 
     def stats(self) -> EngineStats:
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        if self.runner.drafting is not None:
+            stats.failed_drafts, stats.draft_seconds = self.runner.drafting.failures, self.runner.drafting.seconds
+        return stats
 
     def check(self) -> None:
         """Assert the sums of the cache; with nothing under way, that everything is free."""
@@ -234,6 +255,8 @@ class Engine:
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids or ()),
             ("stop_token_ids", params.stop_token_ids),
+            ("logprob_token_ids", params.logprob_token_ids or ()),
+            ("bad_words", [token for word in params.banned for token in word]),
             ("thinking", (*markers.ends, *markers.forced, *markers.line_ends) if markers is not None else ()),
         ):
             if bad := [token for token in ids if not 0 <= token < vocab]:

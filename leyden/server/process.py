@@ -34,6 +34,7 @@ from leyden.server.client import Close, Command, Died, Engine, Event, Ready, dri
 logger = log.get(__name__)
 
 GRACE = 5.0  # seconds an engine gets to close before it is killed
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as enums they take longer than what they are for
 
 
 class Start(msgspec.Struct):
@@ -138,7 +139,7 @@ class OwnProcess:
 
     def _readable(self) -> None:
         assert self._deliver is not None
-        while not self._events.closed and int(self._events.get(zmq.EVENTS)) & zmq.POLLIN:
+        while not self._events.closed and int(self._events.getsockopt(_EVENTS)) & _POLLIN:
             self._deliver(self._decoder.decode(self._events.recv(zmq.NOBLOCK)))
 
     def _ended(self) -> None:

@@ -1,9 +1,10 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from leyden.cache.pool import PoolShape
+from leyden.cache.pool import DraftShape, PoolShape
 from leyden.config.model import ModelConfig
 from leyden.engine.engine import Engine
 from leyden.engine.memory import Split
@@ -33,10 +34,10 @@ TINY = ModelConfig(
 )
 
 
-def tiny(seed: int = 0, dtype: torch.dtype = torch.float32) -> Nemotron:
+def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, mtp: bool = False) -> Nemotron:
     """TINY with random weights that make lively answers."""
     torch.manual_seed(seed)
-    model = Nemotron(TINY, dtype)
+    model = Nemotron(replace(TINY, num_nextn_predict_layers=int(mtp)), dtype, mtp=mtp)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("A_log"):
@@ -58,8 +59,20 @@ def model() -> Nemotron:
 
 
 def engine(
-    model: Nemotron, *, seqs=8, snapshots=0, pages=200, page=16, max_model_len=512, step_tokens=64, **options
+    model: Nemotron,
+    *,
+    seqs=8,
+    snapshots=0,
+    pages=200,
+    page=16,
+    max_model_len=512,
+    step_tokens=64,
+    drafter=None,
+    **options,
 ) -> Engine:
+    draft = DraftShape()
+    if drafter is not None:
+        draft = DraftShape(drafter.width, drafter.lookahead, mtp_layers=int(model.mtp is not None))
     shape = PoolShape(
         slots=seqs + snapshots + 1,
         pages=pages + 1,
@@ -68,8 +81,9 @@ def engine(
         kv_dtype=torch.float32,
         conv_dtype=torch.float32,
         ssm_dtype=torch.float32,
+        draft=draft,
     )
-    return Engine(model, Split(shape, seqs, step_tokens, slot_bytes=0, page_bytes=0), **options)
+    return Engine(model, Split(shape, seqs, step_tokens, slot_bytes=0, page_bytes=0), drafter=drafter, **options)
 
 
 def oracle(model: Nemotron, prompt: list[int], n: int) -> list[int]:
