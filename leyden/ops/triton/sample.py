@@ -197,7 +197,7 @@ def _weigh(
     wait()
     release()
     phase = tl.load(phases + row)
-    if phase == _WEIGH or phase == _NARROW or (LAST and phase == _PICK):
+    if (phase < _DONE) & ((phase > _PICK) | LAST):
         out, pivot, top = tl.load(keys + row * 3), tl.load(keys + row * 3 + 1), tl.load(keys + row * 3 + 2)
         heat, largest = tl.load(temperature + row * floats_stride), _logit(top)
         line, first = logits + row * V, tile * TILE
@@ -256,9 +256,9 @@ def sample(
     tile = _tile(count, vocabulary)
     tiles = triton.cdiv(vocabulary, tile)
     block_t, arrived = triton.next_power_of_2(tiles), counters(device, count)
-    keys, part_keys = (torch.empty(count, size, dtype=torch.int64, device=device) for size in (3, 2 * tiles))
-    phases, part_counts = (torch.empty(count * size, dtype=torch.int32, device=device) for size in (1, tiles * _BORDERS))
-    totals, parts = (torch.empty(count * size, dtype=torch.float32, device=device) for size in (1, tiles * 2))
+    keys, part_keys = (torch.empty(count, n, dtype=torch.int64, device=device) for n in (3, 2 * tiles))
+    phases, part_counts = (torch.empty(count, n, dtype=torch.int32, device=device) for n in (1, tiles * _BORDERS))
+    totals, parts = (torch.empty(count, n, dtype=torch.float32, device=device) for n in (1, tiles * 2))
     (heat, p, least), (k, seeds) = floats, ints
     grid = (tiles, count)
     for turn in range(_TURNS):
