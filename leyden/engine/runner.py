@@ -8,9 +8,10 @@ from torch import Tensor
 
 from leyden.cache.pool import Pool
 from leyden.engine.batch import build
+from leyden.engine.capture import graphs
 from leyden.engine.grammar import Allowed
-from leyden.engine.graphs import Graphs
 from leyden.engine.sampler import Drawn, Sampler
+from leyden.engine.transfer import upload
 from leyden.model.nemotron import Nemotron
 from leyden.types import Plan, Row, Sampled, TokenLogprobs
 
@@ -22,7 +23,7 @@ class Runner:
         self.model = model
         self.pool = pool
         self.sampler = sampler
-        self.graphs = Graphs(model, pool, sampler)
+        self.graphs = graphs(model, pool, sampler)
 
     @torch.inference_mode()
     def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None] = lambda rows: None) -> "StepOutput":
@@ -89,7 +90,7 @@ class Runner:
             pool.map(*self._columns(plan.pages))
 
     def _columns(self, entries: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-        return torch.tensor(entries, device=self.sampler.last.device).unbind(-1)
+        return upload(entries, self.sampler.last.device).unbind(-1)
 
 
 def _ends(plan: Plan) -> list[int]:

@@ -1,6 +1,7 @@
 """Sampling parameters on the device, one table row per slot, and the way from logits to the step's tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from leyden import ops
 from leyden.engine.grammar import Allowed
 from leyden.engine.thinking import Budgets
+from leyden.engine.transfer import Readback, upload
 from leyden.types import Admit, Row, Sampled, TokenLogprobs
 
 _COLUMNS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -45,11 +47,11 @@ class Sampler:
         """Fill the rows of the tables for sequences that start."""
         if not admits:
             return
-        slots = torch.tensor([a.slot for a in admits], device=self._device)
+        slots = upload([a.slot for a in admits], self._device)
         floats = [[float(getattr(a.params, name)) for name in _COLUMNS] for a in admits]
-        self._floats[slots] = torch.tensor(floats, device=self._device)
+        self._floats[slots] = upload(floats, self._device)
         ints = [[a.params.top_k, a.seed] for a in admits]
-        self._ints[slots] = torch.tensor(ints, dtype=torch.int64, device=self._device)
+        self._ints[slots] = upload(ints, self._device)
         for a in admits:
             self._admit_one(a)
         self._budgets.admit(admits)
@@ -148,7 +150,8 @@ class Sampler:
         """Log-probabilities of the row's targets, logits fp32 [len(targets), V]. Waits for the device."""
         k = self._prompt_logprobs[row.slot]
         targets = torch.tensor(row.targets, device=self._device)
-        return _entries(row.targets, [k] * len(row.targets), ops.logprobs(logits, targets, k))
+        values = [value.tolist() for value in ops.logprobs(logits, targets, k)]
+        return _entries(row.targets, [k] * len(row.targets), values)
 
 
 def _constrain(raw: Tensor, logits: Tensor, allowed: Allowed) -> Tensor:
@@ -172,20 +175,24 @@ class Drawn:
     tokens: Tensor  # int64 [S]
     wanted: dict[int, int]  # row of the S -> k, where log-probabilities were asked for
     values: tuple[Tensor, Tensor, Tensor, Tensor] | None  # what ops.logprobs gave for those rows
+    _copies: list[Readback] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._copies = [Readback(tensor) for tensor in (self.tokens, *(self.values or ()))]
 
     def read(self) -> list[Sampled]:
         """Waits for the device."""
-        tokens = self.tokens.tolist()
+        tokens, *values = (copy.tolist() for copy in self._copies)
         results = [Sampled(token) for token in tokens]
-        if self.values is not None:
-            entries = _entries([tokens[i] for i in self.wanted], list(self.wanted.values()), self.values)
+        if values:
+            entries = _entries([tokens[i] for i in self.wanted], list(self.wanted.values()), values)
             for i, entry in zip(self.wanted, entries, strict=True):
                 results[i].logprobs = entry
         return results
 
 
-def _entries(tokens: list[int], ks: list[int], values: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[TokenLogprobs]:
-    own, rank, top_ids, top = (value.tolist() for value in values)
+def _entries(tokens: list[int], ks: list[int], values: list[list[Any]]) -> list[TokenLogprobs]:
+    own, rank, top_ids, top = values
     return [
         TokenLogprobs(token, own[i], rank[i], top_ids[i][:k], top[i][:k])
         for i, (token, k) in enumerate(zip(tokens, ks, strict=True))
