@@ -68,11 +68,15 @@ def test_products(draw, count: int, square: bool):
     wanted = reference_linear.linear(x, weight(up))
     wanted = wanted.relu().square() if square else wanted
     if count == 1:
-        close(linear.vector(x, up, square, (4, 32, 1)), wanted)
+        close(linear.vector(x, up, square, shape=(4, 32, 1)), wanted)
     else:
         for splits in (1, 3):
-            close(linear.narrow(x, up, square, (16, 16, splits, 2, 4)), wanted)
+            close(linear.narrow(x, up, square, shape=(16, 16, splits, 2, 4)), wanted)
     close(linear.linear(x, weight(up)), reference_linear.linear(x, weight(up)))
+    halves = x.half(), weight(up.half())
+    logits = linear.linear(*halves, torch.float32)
+    assert logits.dtype == torch.float32
+    close(logits, reference_linear.linear(*halves).float(), atol=2e-3)
     close(linear.mlp(x, weight(up), weight(down)), reference_linear.mlp(x, weight(up), weight(down)), atol=1e-4)
 
 
@@ -100,7 +104,7 @@ def test_experts(draw, count: int, device: str):
     k, inner, total, shared = 40, 24, 6, 56
     x, up, down = draw(count, k), draw(total, inner, k, scale=0.2), draw(total, k, inner, scale=0.2)
     shared_up, shared_down = draw(shared, k, scale=0.2), draw(k, shared, scale=0.2)
-    ids = torch.stack([torch.randperm(total)[:3] for _ in range(count)]).to(device)
+    ids = torch.stack([torch.randperm(total) for _ in range(count)]).to(device)[:, :3]  # as a sort leaves them
     weights = draw(count, 3).abs()
     wanted = reference_moe.experts(x, ids, weights, weight(up), weight(down))
     close(moe.experts(x, ids, weights, weight(up), weight(down)), wanted, atol=1e-4)
