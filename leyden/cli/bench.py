@@ -8,6 +8,7 @@ from leyden.errors import ConfigError
 # what -> (module with main(argv) -> exit code, what it measures)
 BENCHES = {
     "api": ("leyden.bench.api", "what the HTTP server costs per request and per token"),
+    "evals": ("leyden.bench.evals", "how often a served model is right, on held-out examples"),
     "agents": ("leyden.bench.agents", "how much of what agents send again is computed again"),
 }
 

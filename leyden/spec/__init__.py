@@ -1,0 +1,1 @@
+"""Speculation: who proposes tokens, and how a proposal is judged."""
