@@ -37,6 +37,7 @@ class CapturedGraphs(Graphs):
     def __init__(self, model: Nemotron, pool: Pool, sampler: Sampler):
         super().__init__(model, pool, sampler)
         self._records = True
+        del self._pages  # these graphs read the pool's own tables
         self._captured: dict[tuple[str, int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
         self._memory = torch.cuda.graph_pool_handle()
         self._size = self._width = 0  # rows and pages of the next graph
