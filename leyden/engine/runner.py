@@ -8,10 +8,11 @@ from torch import Tensor
 
 from leyden.cache.pool import Pool
 from leyden.engine.batch import build
+from leyden.engine.capture import graphs
 from leyden.engine.drafting import Drafting
 from leyden.engine.grammar import Allowed
-from leyden.engine.graphs import Graphs
 from leyden.engine.sampler import Drawn, Sampler
+from leyden.engine.transfer import upload
 from leyden.model.nemotron import Nemotron
 from leyden.spec.drafter import Drafter
 from leyden.types import Plan, Row, Sampled, TokenLogprobs
@@ -28,7 +29,7 @@ class Runner:
         self.pool = pool
         self.sampler = sampler
         self.drafting = None if drafter is None else Drafting(drafter, model, pool, sampler, coupled)
-        self.graphs = Graphs(model, pool, sampler)
+        self.graphs = graphs(model, pool, sampler)
 
     @torch.inference_mode()
     def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None] = lambda rows: None) -> "StepOutput":
@@ -100,7 +101,7 @@ class Runner:
             pool.map(*self._columns(plan.pages))
 
     def _columns(self, entries: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-        return torch.tensor(entries, device=self.sampler.last.device).unbind(-1)
+        return upload(entries, self.sampler.last.device).unbind(-1)
 
 
 def _ends(plan: Plan) -> list[int]:
