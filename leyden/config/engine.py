@@ -22,6 +22,9 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_num_scheduled_tokens: int | None = None
     long_prefill_token_threshold: int = 0  # 0: no limit for one row
+    max_num_partial_prefills: int = 0  # 0: no limit
+    max_long_partial_prefills: int = 0
+    performance_mode: str = "balanced"  # throughput: prompts take whole steps, whoever waits for a token
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"  # fcfs, priority
     async_scheduling: bool | None = None  # None: on for CUDA, off for CPU (nothing to overlap there)
