@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from leyden.cache.prefix import Chain, Hit, Node, PrefixCache
+from leyden.cache.tier import Tier
 from leyden.engine.pace import Pace
 from leyden.types import MAX_SEED, STEP_SIZES, Admit, Delta, EngineStats, Plan, Request, Row, Sampled, TokenLogprobs
 
@@ -33,6 +34,8 @@ class Limits:
     paced: bool = True  # a long prompt may not make the others wait much longer for their next tokens
     policy: str = "fcfs"
     prefix_caching: bool = True
+    host_slots: int = 0  # states and pages that host memory has room for; 0: there is no tier
+    host_pages: int = 0
     snapshot_every: int = 8192  # tokens of a long prompt between two snapshots
 
     @property
@@ -90,7 +93,9 @@ class Scheduler:
         self.quiet_eos = quiet_eos
         self.waiting: list[tuple[tuple[int, float, int], Sequence]] = []  # heap
         self.running: list[Sequence] = []
-        self.cache = PrefixCache(limits.seqs + limits.snapshots, limits.pages, limits.page, keep=limits.prefix_caching)
+        tier = Tier(limits.host_slots, limits.host_pages) if limits.host_slots and limits.prefix_caching else None
+        slots = limits.seqs + limits.snapshots
+        self.cache = PrefixCache(slots, limits.pages, limits.page, keep=limits.prefix_caching, tier=tier)
         self._by_id: dict[str, Sequence] = {}
         self._launched: dict[int, list[_Launch]] = {}  # id of a Plan under way
         self._pace = Pace(limits.step_tokens)
@@ -159,6 +164,8 @@ class Scheduler:
         chunk = sum(row.n for sequence, row in ordered if sequence.prefilling)
         self._started[id(plan)] = self._pace.now(), len(ordered) - sum(s.prefilling for s in rows), chunk
         self._launched[id(plan)] = [self._launch(sequence, row, plan) for sequence, row in ordered]
+        plan.moves, arriving = self.cache.moves()
+        plan.copies += arriving
         return plan
 
     def _prefill(self, room: int, plan: Plan, rows: dict[Sequence, Row]) -> None:
@@ -281,11 +288,11 @@ class Scheduler:
                 stop_ids=tuple(sorted(sequence.stop_ids)),
                 tokens=list(sequence.tokens) if params.penalized or params.budgeted else [],
                 computed=hit.length,
-                source=hit.snapshot.slot if hit.snapshot is not None else 0,
+                source=self.cache.restore(hit, slot),
             )
         )
-        if hit.snapshot is not None and hit.snapshot.page:
-            plan.copies.append((hit.snapshot.page, chain.pages[-1]))
+        if hit.page:
+            plan.copies.append((hit.page, chain.pages[-1]))
         plan.pages += [(slot, index, page) for index, page in enumerate(chain.pages)]
         return sequence
 
@@ -316,6 +323,7 @@ class Scheduler:
         if entered:  # in this very plan: it has no state yet, and gets none
             plan.admits.remove(entered[0])
             plan.copies = [copy for copy in plan.copies if copy[1] not in victim.chain.pages]
+            self.cache.withdraw(victim.chain, victim.slot)
         plan.pages = [entry for entry in plan.pages if entry[0] != victim.slot]
         self._release(victim, keep=not entered)
         victim.computed = 0
@@ -368,7 +376,10 @@ class Scheduler:
             self.cache.free_slot(snapshot)
 
     def fail(self, plan: Plan, message: str) -> list[Delta]:
-        """A step could not be run: its sequences end with an error, the others go on."""
+        """A step could not be run: its sequences end with an error, the others go on.
+
+        What it moved or copied may not be where the index thinks it is: nothing that rests is trusted any more.
+        """
         out, self._out = self._out, []
         del self._started[id(plan)]
         for launch in self._launched.pop(id(plan)):
@@ -378,6 +389,8 @@ class Scheduler:
             if self._by_id.get(request_id) is launch.sequence:
                 delta = Delta(request_id=request_id, finish_reason="error", error=message)
                 out.append(self._finish(launch.sequence, delta))
+        if plan.moves is not None:
+            self.cache.clear()
         return out
 
     def drain(self) -> list[Delta]:

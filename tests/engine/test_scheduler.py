@@ -25,7 +25,9 @@ def scenes(draw: st.DrawFn) -> tuple[Limits, list[tuple[int, Request]], dict[int
     lim = Limits(
         seqs=draw(st.integers(1, 5)),
         snapshots=draw(st.integers(0, 4)),
-        prefix_caching=draw(st.booleans()),
+        prefix_caching=draw(st.sampled_from([True, True, False])),
+        host_slots=draw(st.sampled_from([0, 1, 2, 5])),
+        host_pages=draw(st.integers(0, 20)),
         snapshot_every=draw(st.sampled_from([5, 8192])),
         pages=pages,
         page=page,
