@@ -9,6 +9,7 @@ import torch
 
 from leyden import log
 from leyden.cache.pool import Pool
+from leyden.cache.store import Store
 from leyden.config.engine import EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
@@ -71,13 +72,16 @@ class Engine:
                 paced=limits.pop("paced", True),
                 policy=limits.pop("policy", "fcfs"),
                 prefix_caching=limits.pop("prefix_caching", True),
+                host_slots=split.host_slots,
+                host_pages=split.host_pages,
             ),
             eos_token_ids=model.config.eos_token_ids,
             quiet_eos=model.config.tokenizer_eos_id,
             **limits,
         )
         pool = Pool(model.config, shape, device)
-        self.runner = Runner(model, pool, Sampler(shape.slots, model.config.vocab_size, device))
+        store = Store(pool, split.host_slots, split.host_pages) if split.host_slots else None
+        self.runner = Runner(model, pool, Sampler(shape.slots, model.config.vocab_size, device), store)
         eos = self.config.eos_token_ids
         self.grammars = Grammars(Compiler(tokenizer, self.config.vocab_size, eos), self.config.vocab_size, eos)
         self._overlap = overlap

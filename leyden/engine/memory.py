@@ -33,6 +33,8 @@ class Split:
     step_tokens: int
     slot_bytes: int  # of one sequence's states
     page_bytes: int
+    host_slots: int = 0  # places of the host-memory tier
+    host_pages: int = 0
 
     @property
     def cache_tokens(self) -> int:
@@ -44,8 +46,14 @@ class Split:
             f"{self.seqs} running and {slots - self.seqs} cached states ({slots * self.slot_bytes / _GIB:.2f} GiB), "
             f"{pages} pages of {self.shape.page} tokens ({pages * self.page_bytes / _GIB:.2f} GiB): "
             f"{self.cache_tokens:,} tokens of context in all, "
-            f"at most {self.shape.max_model_len:,} per sequence"
+            f"at most {self.shape.max_model_len:,} per sequence" + self._host()
         )
+
+    def _host(self) -> str:
+        if not self.host_slots:
+            return ""
+        gib = (self.host_slots * self.slot_bytes + self.host_pages * self.page_bytes) / _GIB
+        return f"; in {gib:.2f} GiB of host memory {self.host_slots} states and {self.host_pages} pages more"
 
 
 def dtype_of(name: str, auto: torch.dtype, flag: str) -> torch.dtype:
@@ -103,8 +111,24 @@ def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device:
         conv_dtype=dtype,
         ssm_dtype=ssm_dtype,
     )
+    host_slots, host_pages = _tier(config, snapshots * slot_bytes, pages * page_bytes, slot_bytes, page_bytes)
     step = config.max_num_scheduled_tokens or config.max_num_batched_tokens
-    return Split(shape, seqs, step or (_CUDA_STEP if device == "cuda" else _CPU_STEP), slot_bytes, page_bytes)
+    step = step or (_CUDA_STEP if device == "cuda" else _CPU_STEP)
+    return Split(shape, seqs, step, slot_bytes, page_bytes, host_slots, host_pages)
+
+
+def _tier(config: EngineConfig, states: int, pages: int, slot_bytes: int, page_bytes: int) -> tuple[int, int]:
+    """(slots, pages) of --kv-offloading-size, divided as the device divides its bytes for cached states and pages."""
+    budget = int((config.kv_offloading_size or 0) * _GIB)
+    if not budget or config.enable_prefix_caching is False or not (slot_bytes and page_bytes):
+        return 0, 0
+    slots = max(1, budget * states // (states + pages) // slot_bytes) if states else 1
+    if budget < slots * slot_bytes + page_bytes:
+        raise ConfigError(
+            f"--kv-offloading-size {config.kv_offloading_size:g} has no room for one state "
+            f"({slot_bytes / _GIB:.2g} GiB) and a page; give more, or leave the flag out"
+        )
+    return slots, (budget - slots * slot_bytes) // page_bytes
 
 
 def free(config: EngineConfig, device: torch.device) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from leyden.cache.pool import Pool
+from leyden.cache.store import Store
 from leyden.engine.batch import build
 from leyden.engine.grammar import Allowed
 from leyden.engine.graphs import Graphs
@@ -18,9 +19,10 @@ from leyden.types import Plan, Row, Sampled, TokenLogprobs
 class Runner:
     """The model, its pool and its sampler, all on one device."""
 
-    def __init__(self, model: Nemotron, pool: Pool, sampler: Sampler):
+    def __init__(self, model: Nemotron, pool: Pool, sampler: Sampler, store: Store | None = None):
         self.model = model
         self.pool = pool
+        self.store = store
         self.sampler = sampler
         self.graphs = Graphs(model, pool, sampler)
 
@@ -77,6 +79,7 @@ class Runner:
 
     def _apply(self, plan: Plan) -> None:
         pool = self.pool
+        arriving = self.store.read(plan.moves) if self.store is not None and plan.moves is not None else None
         if plan.admits:
             slots, computed = self._columns([(admit.slot, admit.computed) for admit in plan.admits])
             pool.admit(slots, computed.int())
@@ -85,6 +88,8 @@ class Runner:
             pool.copy_states(*self._columns(restored))
         if plan.copies:
             pool.copy_pages(*self._columns(plan.copies))
+        if self.store is not None and arriving is not None:
+            self.store.write(arriving)
         if plan.pages:
             pool.map(*self._columns(plan.pages))
 

@@ -58,7 +58,16 @@ def model() -> Nemotron:
 
 
 def engine(
-    model: Nemotron, *, seqs=8, snapshots=0, pages=200, page=16, max_model_len=512, step_tokens=64, **options
+    model: Nemotron,
+    *,
+    seqs=8,
+    snapshots=0,
+    pages=200,
+    page=16,
+    max_model_len=512,
+    step_tokens=64,
+    host=(0, 0),
+    **options,
 ) -> Engine:
     shape = PoolShape(
         slots=seqs + snapshots + 1,
@@ -69,7 +78,8 @@ def engine(
         conv_dtype=torch.float32,
         ssm_dtype=torch.float32,
     )
-    return Engine(model, Split(shape, seqs, step_tokens, slot_bytes=0, page_bytes=0), **options)
+    split = Split(shape, seqs, step_tokens, 0, 0, host_slots=host[0], host_pages=host[1])
+    return Engine(model, split, **options)
 
 
 def oracle(model: Nemotron, prompt: list[int], n: int) -> list[int]:

@@ -140,3 +140,33 @@ def test_switched_off_nothing_is_kept(model):
     assert ask(made, "b", P + [1, 2])[1] == 0
     stats = made.stats()
     assert (stats.slots_free, stats.pages_free, stats.snapshots) == (stats.slots_total, stats.pages_total, 0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_left_the_device_comes_back_from_host_memory(model, overlap):
+    # the device has room for one conversation at a time
+    made = engine(model, seqs=2, snapshots=1, pages=16, max_model_len=160, host=(12, 80), overlap=overlap)
+    prompts = {i: prompt_of(60 + i, 80) for i in range(4)}
+    for turn in range(3):
+        for i, prompt in prompts.items():
+            answer, cached = ask(made, f"{turn}.{i}", prompt, 8)
+            assert answer == oracle(model, prompt, 8)
+            assert (cached == len(prompt) - 11) if turn else (cached == 0)
+            prompts[i] = prompt + answer + prompt_of(10, 90 + i)
+    assert made.scheduler.cache.far_snapshots
+    made.scheduler.cache.clear()
+    made.check()
+    assert made.scheduler.cache.far_snapshots == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_d27_interleaved_conversations_with_a_tier_too_small_for_them(model, overlap):
+    made = engine(model, seqs=3, snapshots=2, pages=20, max_model_len=160, host=(14, 44), overlap=overlap)
+    prompts = {i: prompt_of(20 + i, 40) for i in range(16)}
+    for turn in range(3):
+        out = run(made, [(i // 3, greedy(f"{turn}.{i}", prompts[i], 6)) for i in prompts])
+        for i, prompt in prompts.items():
+            answer = tokens_of(out[f"{turn}.{i}"])
+            assert answer == oracle(model, prompt, 6)
+            prompts[i] = prompt + answer + prompt_of(10, 50 + i)
+    assert made.stats().cached_tokens
