@@ -28,9 +28,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
+from typing import Any
 
 from leyden.cache.tier import Tier
 from leyden.types import Moves
+
+_Placed = tuple[int, int, int]  # number in the saved order, place on the device, place in the tier
 
 # Uses to come of a snapshot that was used never, once, twice, ...: see PrefixCache._value.
 _USES = (1.0, 0.2)
@@ -158,9 +161,7 @@ class PrefixCache:
 
         None, and nothing is handed out, if the pages for that cannot be had.
         """
-        root = self._top.children.get((salt,))
-        if root is None:
-            root = self._top.children[(salt,)] = Node(self._top, (salt,), 0)
+        root = self._root(salt)
         root.chains += 1
         chain = Chain(root)
         snapshot = hit.snapshot
@@ -464,6 +465,12 @@ class PrefixCache:
             self._arriving[page] = node
         return page > 0
 
+    def _root(self, salt: str) -> Node:
+        root = self._top.children.get((salt,))
+        if root is None:
+            root = self._top.children[(salt,)] = Node(self._top, (salt,), 0)
+        return root
+
     def _join(self, chain: Chain, node: Node) -> None:
         """The next page of the chain is the node's."""
         self._hold(node.page, running=1)
@@ -478,6 +485,77 @@ class PrefixCache:
         self.cached_pages += (self._kept[page] > 0 and not self._running[page]) - cached
         if not self._running[page] and not self._kept[page]:
             self._free_pages.append(page)
+
+    # to a file and back
+
+    def contents(self) -> tuple[list[Node], list[Snapshot]]:
+        """All snapshots, the most valuable first, and the nodes that they need, parents first, roots included."""
+        snapshots = sorted(self._snapshots | self._far, key=self._value, reverse=True)
+        needed: set[Node] = {self._top}
+        for snapshot in snapshots:
+            node: Node | None = snapshot.node
+            while node is not None and node not in needed:
+                needed.add(node)
+                node = node.parent
+        nodes = [root for root in self._top.children.values() if root in needed]
+        for node in nodes:  # grows while we walk
+            nodes += [child for child in node.children.values() if child in needed]
+        return nodes, snapshots
+
+    def insert(self, nodes: list[Any], snapshots: list[Any]) -> tuple[list[_Placed], list[_Placed]]:
+        """Take in contents as they were saved, the most valuable first, until there is no more room for one.
+
+        nodes are [number of the parent or -1, tokens], snapshots [number of the node, tail, length, hits]. -> where
+        pages and states belong, as (number in the saved order, place on the device, place in the tier). Pages are
+        numbered as they were saved: those of the nodes but for roots, then the tails.
+        """
+        numbers = [number for number, (parent, _) in enumerate(nodes) if parent >= 0]
+        page_of = {number: at for at, number in enumerate(numbers)}
+        made: dict[int, Node] = {}
+        pages: list[_Placed] = []
+        states: list[_Placed] = []
+        tails = len(numbers)
+        for at, (number, tail, length, hits) in enumerate(snapshots):
+            path = [number]
+            while nodes[path[-1]][0] >= 0:
+                path.append(nodes[path[-1]][0])
+            path.reverse()
+            missing = [step for step in path[1:] if step not in made]
+            tail_page, tails = (tails, tails + 1) if tail else (0, tails)
+            above = made.get(path[-1 - len(missing)])
+            near = above is None or above.page > 0
+            if near and self._free_slots and len(self._free_pages) >= len(missing) + bool(tail):
+                slot, far_slot, take = self._free_slots.pop(), 0, self._free_pages
+            elif self.tier and self.tier.free_slots and len(self.tier.free_pages) >= len(missing) + bool(tail):
+                slot, far_slot, take = 0, self.tier.free_slots.pop(), self.tier.free_pages
+            else:
+                continue
+            node = self._root(str(nodes[path[0]][1][0]))
+            base: Snapshot | None = None
+            for step in path[1:]:
+                base = max(node.snapshots.values(), key=lambda s: s.length, default=base)
+                if step not in made:
+                    key, page = tuple(nodes[step][1]), take.pop()
+                    below = node.children[key] = made[step] = Node(node, key, 0)
+                    if slot:
+                        self._settle(below, page)
+                    else:
+                        below.far = page
+                    pages.append((page_of[step], below.page, below.far))
+                node = made[step]
+            page = take.pop() if tail else 0
+            snapshot = node.snapshots[tuple(tail)] = Snapshot(node, tuple(tail), 0, 0, length, base, hits=hits)
+            if slot:
+                self._settle(snapshot, page, slot)
+            else:
+                snapshot.far_slot, snapshot.far_page = far_slot, page
+                self._far.add(snapshot)
+            if tail:
+                pages.append((tail_page, snapshot.page, snapshot.far_page))
+            states.append((at, slot, far_slot))
+        for node in made.values():
+            self._offer(node)
+        return pages, states
 
     # looking in
 

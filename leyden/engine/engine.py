@@ -3,11 +3,13 @@
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from leyden import log
+from leyden.cache import saved
 from leyden.cache.pool import Pool
 from leyden.cache.store import Store
 from leyden.config.engine import EngineConfig
@@ -49,9 +51,14 @@ class Engine:
         tokenizer: Callable[[], Tokenizer] = _no_tokenizer,
         overlap: bool = False,
         max_logprobs: int = 20,
+        cache_dir: str | None = None,
+        cache_save_interval: float = 0,
         **limits: Any,
     ):
-        """`tokenizer` is called when the first request with a grammar comes."""
+        """`tokenizer` is called when the first request with a grammar comes.
+
+        With `cache_dir` the cache is read from there now, and saved at close() and every `cache_save_interval` seconds.
+        """
         shape = split.shape
         device = next(model.parameters()).device
         self.config = model.config
@@ -86,6 +93,12 @@ class Engine:
         self.grammars = Grammars(Compiler(tokenizer, self.config.vocab_size, eos), self.config.vocab_size, eos)
         self._overlap = overlap
         self._launched: tuple[Plan, StepOutput] | None = None
+        self._cache_dir = Path(cache_dir) if cache_dir and self.scheduler.limits.prefix_caching else None
+        self._save_interval, self._saved_at = cache_save_interval, time.monotonic()
+        self._made_with: dict[str, Any] = {}
+        if self._cache_dir is not None:
+            self._made_with = saved.identity(model, pool)
+            saved.load(self._cache_dir, self._made_with, self.scheduler.cache, pool, store)
 
     @classmethod
     def load(cls, config: EngineConfig) -> "Engine":
@@ -114,6 +127,8 @@ class Engine:
             tokenizer=lambda: Tokenizer.from_folder(texts),
             overlap=device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
             max_logprobs=config.max_logprobs,
+            cache_dir=config.cache_dir,
+            cache_save_interval=config.cache_save_interval,
             row_tokens=config.long_prefill_token_threshold,
             partial_prefills=config.max_num_partial_prefills,
             long_partial_prefills=config.max_long_partial_prefills,
@@ -187,6 +202,9 @@ class Engine:
         else:
             self._launched = launched
             out += self._settle()
+        if self._save_interval and time.monotonic() - self._saved_at > self._save_interval:
+            out += self._settle()
+            self.save_cache()
         return out
 
     def _settle(self) -> list[Delta]:
@@ -220,8 +238,22 @@ class Engine:
         self.scheduler.check()
 
     def close(self) -> None:
-        """Forget every request. The engine must not be stepped again."""
-        self._launched = None
+        """End every request, and save the cache if it is to be. The engine must not be stepped again."""
+        self._settle()
+        self.scheduler.abort_all()
+        self.save_cache()
+
+    def save_cache(self) -> None:
+        """Write what the cache holds to its folder, if it has one; waits for the device. A failure is only logged."""
+        if self._cache_dir is None:
+            return
+        self._saved_at = time.monotonic()
+        moves, copies = self.scheduler.cache.moves()
+        self.runner.apply(Plan(moves=moves, copies=copies))
+        try:
+            saved.save(self._cache_dir, self._made_with, self.scheduler.cache, self.runner.pool, self.runner.store)
+        except OSError as error:
+            logger.error("the cache could not be saved to %s: %s", self._cache_dir, error)
 
     def _validate(self, request: Request) -> None:
         params, length = request.params, len(request.prompt)

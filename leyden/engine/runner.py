@@ -29,7 +29,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None] = lambda rows: None) -> "StepOutput":
         """`allowed` tells what the rows that sample may go on with; it is asked when the forward pass is under way."""
-        self._apply(plan)
+        self.apply(plan)
         rows = plan.rows
         sampling = [i for i, row in enumerate(rows) if row.sample]
         prompt: dict[int, list[TokenLogprobs]] = {}
@@ -77,7 +77,9 @@ class Runner:
                 wanted[i] = self.sampler.prompt_logprobs(row, logits)
         return wanted
 
-    def _apply(self, plan: Plan) -> None:
+    @torch.inference_mode()
+    def apply(self, plan: Plan) -> None:
+        """Carry out the plan's diff, without its rows."""
         pool = self.pool
         arriving = self.store.read(plan.moves) if self.store is not None and plan.moves is not None else None
         if plan.admits:

@@ -136,6 +136,11 @@ class Scheduler:
             delta = Delta(request_id=request_id, finish_reason="error" if error else "abort", error=error)
             self._out.append(self._finish(sequence, delta))
 
+    def abort_all(self) -> None:
+        """Forget all requests. Nothing may be under way."""
+        for request_id in list(self._by_id):
+            self.abort(request_id)
+
     def has(self, request_id: str) -> bool:
         return request_id in self._by_id
 
