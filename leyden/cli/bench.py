@@ -9,6 +9,9 @@ from leyden.errors import ConfigError
 BENCHES = {
     "api": ("leyden.bench.api", "what the HTTP server costs per request and per token"),
     "agents": ("leyden.bench.agents", "how much of what agents send again is computed again"),
+    "hit": ("leyden.bench.hit", "what a long prompt costs that is cached, on the device or in host memory"),
+    "pace": ("leyden.bench.pace", "what a long prompt does to the others' times between tokens"),
+    "soak": ("leyden.bench.soak", "whether an engine at full load leaks anything"),
 }
 
 

@@ -1,22 +1,26 @@
 """How many prompt tokens a step may take beside sequences whose next token somebody waits for. Host only, no torch.
 
-A step with a chunk of a prompt takes longer than one without. What the clock says of both is learned while it runs:
+A step with a chunk of a prompt takes longer than one without. What the clock says is learned while it runs:
 
-    alone             a step without prompt tokens takes this long
-    floor + rate * n  a step with n prompt tokens beside the others takes this long
+    alone   a step without prompt tokens takes this long
+    least   a step with the smallest chunk takes this long; a few of PROBES are of that size to find out
+    rate    what each token more adds
 
-and n is chosen so that the step takes at most STRETCH times what it takes anyhow (the larger of alone and floor). So
-prompts get nearly half of the device's time while others wait, and all of it when nobody does. It refuses to starve
-a prompt: LEAST tokens are always allowed.
+and a chunk is chosen so that its step takes at most STRETCH times what it takes anyhow: the larger of alone, and of
+least without what its tokens cost. So prompts get nearly
+half of the device's time while others wait, and all of it when nobody does. It refuses to starve a prompt: LEAST tokens
+are always allowed.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 STRETCH = 1.7  # a step against one without the prompt; what is missing to 2 is for the clock's noise
 LEAST = 16
-_UNMEASURED = 8  # before anything was measured a chunk is this part of a whole step
-_KEEP = 0.9  # what a measurement counts after the next one: some twenty of them make the estimate
+PROBES = 64  # steps with a chunk after which the smallest one is tried again: contexts grow, streams come and go
+_TRIED = 3  # of these trials the fastest counts
+_NEW = 0.2  # weight of a new measurement
 _SPIKE = 3.0  # one that is longer than expected by this factor says something about the machine, not about the step
 
 
@@ -27,9 +31,10 @@ class Pace:
         self._step_tokens = step_tokens
         self._clock = clock
         self._ended = 0.0  # when the last step had been run
-        self._alone = 0.0  # seconds; 0: not measured
-        # Decaying sums over the steps with n prompt tokens that took t seconds: of 1, n, t, n * n, n * t.
-        self._sums = [0.0] * 5
+        self._alone = self._rate = 0.0  # seconds; 0: not measured
+        self._trials: deque[float] = deque(maxlen=_TRIED)
+        self._since = 0  # steps with a chunk since the last trial
+        self._last = LEAST  # tokens of the last chunk
 
     def now(self) -> float:
         return self._clock()
@@ -44,31 +49,26 @@ class Pace:
         if not streams:
             return
         if not chunk:
-            seconds = min(seconds, _SPIKE * self._alone) if self._alone else seconds
-            self._alone = self._alone * _KEEP + seconds * (1 - _KEEP) if self._alone else seconds
-            return
-        if self._sums[0]:
-            floor, rate = self._line()
-            seconds = min(seconds, _SPIKE * (floor + rate * chunk))
-        new = (1.0, chunk, seconds, chunk * chunk, chunk * seconds)
-        self._sums = [_KEEP * old + value for old, value in zip(self._sums, new, strict=True)]
+            self._alone = _blend(self._alone, seconds)
+        elif chunk <= LEAST:
+            self._trials.append(seconds)
+            self._since = 0
+        elif self._trials:
+            self._rate = _blend(self._rate, max(seconds - min(self._trials), 0.01 * seconds) / (chunk - LEAST))
+            self._since += 1
+            self._last = chunk
 
     def room(self) -> int:
         """Prompt tokens for the next step, if it has rows that somebody waits for."""
-        if not self._alone or not self._sums[0]:
-            return max(LEAST, self._step_tokens // _UNMEASURED)
-        floor, rate = self._line()
-        return max(LEAST, min(self._step_tokens, int((STRETCH - 1) * floor / rate)))
+        if len(self._trials) < _TRIED or self._since >= PROBES:
+            return LEAST
+        if not self._rate:
+            return min(self._step_tokens, 2 * LEAST)
+        least = min(self._trials)
+        anyhow = max(self._alone, least - LEAST * self._rate)
+        more = max(0.0, STRETCH * anyhow - least) / self._rate
+        return min(self._step_tokens, 2 * self._last, LEAST + int(more))
 
-    def _line(self) -> tuple[float, float]:
-        """(floor, rate): a straight line through the mean of the steps with prompt tokens, by least squares.
 
-        Chunks that are all of one size say nothing about the slope. Then all that is over `alone` counts as the
-        tokens' cost: the next chunk is smaller, and the two together tell the slope.
-        """
-        n, t, nn, nt = (total / self._sums[0] for total in self._sums[1:])
-        floor = self._alone
-        if nn - n * n > 0.01 * n * n:
-            floor = t - (nt - n * t) / (nn - n * n) * n
-        floor = max(min(self._alone, t), min(floor, 0.95 * t))
-        return floor, max((t - floor) / n, 1e-9)
+def _blend(old: float, new: float) -> float:
+    return old + (min(new, _SPIKE * old) - old) * _NEW if old else new
