@@ -161,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
         given.model,
         seqs=8,
         snapshots=12,
-        pages=120,
+        pages=80,
         max_model_len=480,
         step_tokens=128,
         host=(40, 400),

@@ -26,7 +26,7 @@ together. check() asserts both sums, and those of the tier.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from math import inf
 from typing import Any
 
@@ -37,6 +37,7 @@ _Placed = tuple[int, int, int]  # number in the saved order, place on the device
 
 # Uses to come of a snapshot that was used never, once, twice, ...: see PrefixCache._value.
 _USES = (1.0, 0.2)
+_LOOKED_AT = 256  # candidates for eviction
 
 
 @dataclass(slots=True, eq=False)
@@ -123,8 +124,9 @@ class PrefixCache:
         self._kept = [0] * (pages + 1)  # nodes and snapshots that hold a page
         self.tier = tier
         self._top = Node(None, (), 0)
-        self._snapshots: set[Snapshot] = set()  # on the device
-        self._far: set[Snapshot] = set()  # in the tier
+        # On the device and in the tier, whoever was not used for longest first.
+        self._snapshots: dict[Snapshot, None] = {}
+        self._far: dict[Snapshot, None] = {}
         self._wanted: Snapshot | None = None  # in the tier, and about to be used
         self._arriving: dict[int, Node] = {}  # page -> node whose content the next step brings back
         self._idle: list[tuple[int, int, Node]] = []  # heap of nodes that may be evictable, oldest use first
@@ -185,7 +187,7 @@ class PrefixCache:
         if not whole:
             self.leave(chain)
             return None
-        snapshot.used = self._tick
+        self._touch(snapshot)
         snapshot.hits += 1
         chain.base = snapshot
         return chain
@@ -268,11 +270,9 @@ class PrefixCache:
 
     def take_slot(self) -> int:
         """A slot, for a running sequence or for a snapshot; 0 if all are running."""
-        if not self._free_slots:
-            if not self._snapshots:
-                return 0
-            self._retire(self._least(self._snapshots))
-        return self._free_slots.pop()
+        if not self._free_slots and (least := self._least(self._snapshots)) is not None:
+            self._retire(least)
+        return self._free_slots.pop() if self._free_slots else 0
 
     def free_slot(self, slot: int) -> None:
         self._free_slots.append(slot)
@@ -287,7 +287,7 @@ class PrefixCache:
         snapshot = node.snapshots.get(tail)
         if snapshot is None:
             snapshot = node.snapshots[tail] = Snapshot(node, tail, 0, 0, length, chain.base)
-        snapshot.used = self._tick
+        self._touch(snapshot)
         chain.base = snapshot
         if snapshot.slot:
             return False
@@ -308,8 +308,17 @@ class PrefixCache:
         shared = sum(1 for node in hit.nodes if node.page and self._running[node.page])
         return self.available_pages >= -(-tokens // self.page) - shared
 
-    def _least(self, snapshots: set[Snapshot]) -> Snapshot:
-        return min(snapshots, key=self._value)
+    def _touch(self, snapshot: Snapshot) -> None:
+        snapshot.used = self._tick
+        for place in (self._snapshots, self._far):
+            if snapshot in place:
+                del place[snapshot]
+                place[snapshot] = None
+
+    def _least(self, snapshots: dict[Snapshot, None]) -> Snapshot | None:
+        """The one of the least value, of those that were not used for longest: thousands would take too long."""
+        oldest = (snapshot for snapshot in islice(snapshots, _LOOKED_AT) if snapshot is not self._wanted)
+        return min(oldest, key=self._value, default=None)
 
     def _value(self, snapshot: Snapshot) -> float:
         """Tokens that it saves over the next shorter snapshot, times the uses to come, over the time since the last.
@@ -330,8 +339,8 @@ class PrefixCache:
                 _, _, node = heapq.heappop(self._idle)
                 if self._evictable(node):
                     self._evict(node)
-            elif self._snapshots:
-                self._retire(self._least(self._snapshots))
+            elif (least := self._least(self._snapshots)) is not None:
+                self._retire(least)
             else:
                 return 0
         return self._free_pages.pop()
@@ -349,6 +358,10 @@ class PrefixCache:
             node = above
         if self._evictable(node):
             heapq.heappush(self._idle, (node.used, next(self._order), node))
+        if len(self._idle) > 2 * self.pages + 8:  # most of it is out of date: nobody needed room for long
+            resting = {entry[2] for entry in self._idle if self._evictable(entry[2])}
+            self._idle = [(node.used, next(self._order), node) for node in resting]
+            heapq.heapify(self._idle)
 
     def _evict(self, node: Node) -> None:
         """Take a node from the device: to the tier if something below needs it, else for good."""
@@ -381,13 +394,13 @@ class PrefixCache:
         far_slot, far_page = tier.state_out(snapshot.slot), tier.page_out(snapshot.page) if snapshot.page else 0
         self._unplace(snapshot)
         snapshot.far_slot, snapshot.far_page = far_slot, far_page
-        self._far.add(snapshot)
+        self._far[snapshot] = None
         self._offer(snapshot.node)
 
     def _make_far_room(self, value: float) -> bool:
         """Drop the snapshot of the least value from the tier, if that is below `value`."""
-        others = self._far - {self._wanted} if self._wanted is not None else self._far
-        if not others or self._value(least := self._least(others)) >= value:
+        least = self._least(self._far)
+        if least is None or self._value(least) >= value:
             return False
         self._drop(least)
         return True
@@ -423,7 +436,7 @@ class PrefixCache:
             self._hold(page, kept=1)
         if isinstance(what, Snapshot):
             what.slot = slot
-            self._snapshots.add(what)
+            self._snapshots[what] = None
             what.node.near += 1
         else:
             assert what.parent is not None
@@ -436,14 +449,14 @@ class PrefixCache:
         if isinstance(what, Snapshot):
             if what.slot:
                 self.free_slot(what.slot)
-                self._snapshots.remove(what)
+                del self._snapshots[what]
                 what.node.near -= 1
             elif what.far_slot:
                 assert self.tier is not None
                 self.tier.free_slot(what.far_slot)
                 if what.far_page:
                     self.tier.free_page(what.far_page)
-                self._far.remove(what)
+                del self._far[what]
             what.slot = what.page = what.far_slot = what.far_page = 0
         else:
             if what.page:
@@ -549,7 +562,7 @@ class PrefixCache:
                 self._settle(snapshot, page, slot)
             else:
                 snapshot.far_slot, snapshot.far_page = far_slot, page
-                self._far.add(snapshot)
+                self._far[snapshot] = None
             if tail:
                 pages.append((tail_page, snapshot.page, snapshot.far_page))
             states.append((at, slot, far_slot))

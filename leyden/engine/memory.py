@@ -18,6 +18,7 @@ _CPU_SHARE = 0.4  # of the memory that is free when the weights are loaded: a la
 _CPU_SEQS, _CUDA_SEQS = 64, 256
 _CPU_STEP, _CUDA_STEP = 2048, 8192
 _SNAPSHOTS = 8  # cached states for every running one, if there is room
+_SNAPSHOT_LEAST = 8  # one part of so many is for cached states, where the context limit is ours to choose
 _SNAPSHOT_SHARE = 0.5  # of what the running states leave: the rest is for pages
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "float16": torch.float16, "half": torch.float16} | {
     "bfloat16": torch.bfloat16
@@ -87,15 +88,22 @@ def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device:
     snapshots = 0
     if config.enable_prefix_caching is not False and slot_bytes:
         spare = left - (per_sequence + 1) * page_bytes  # one longest context goes before states to come back to
+        if config.max_model_len is None:  # unless nobody asked for that length
+            spare = max(spare, left // _SNAPSHOT_LEAST)
         snapshots = max(0, min(_SNAPSHOTS * seqs, int(left * _SNAPSHOT_SHARE) // slot_bytes, spare // slot_bytes))
     room = left - snapshots * slot_bytes
     pages = room // page_bytes - 1 if page_bytes else seqs * per_sequence
     fits = pages * config.block_size
     if fits < 1 or (config.max_model_len is not None and fits < wanted_len):
+        most = (budget - (per_sequence + 1) * page_bytes) // slot_bytes - 1 if slot_bytes else 0
+        would = [f"--max-model-len {fits} with --max-num-seqs {seqs}"] if fits >= config.block_size else []
+        would += [f"--max-model-len {wanted_len} with --max-num-seqs {most}"] if most > 0 else []
+        states, context = (seqs + 1) * slot_bytes, per_sequence * page_bytes
         raise ConfigError(
-            f"--max-model-len {wanted_len} with --max-num-seqs {seqs} does not fit: {budget / _GIB:.2f} GiB are free "
-            f"for the cache, {(seqs + 1) * slot_bytes / _GIB:.2f} GiB of it for states, which leaves room for "
-            f"{max(0, fits):,} tokens of context; lower one of the two"
+            f"--max-model-len {wanted_len} with --max-num-seqs {seqs} does not fit: {budget / _GIB:.2f} GiB are "
+            f"free for the cache, the states of all sequences take {states / _GIB:.2f} GiB, one context of that length "
+            f"{context / _GIB:.2f} GiB; "
+            + (f"what would fit: {', or '.join(would)}" if would else "give it more memory, or a device with more")
         )
     if fits < wanted_len:
         logger.info("context limited to %s of %s tokens: no more fits into the cache", f"{fits:,}", f"{wanted_len:,}")

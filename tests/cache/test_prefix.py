@@ -108,6 +108,16 @@ def test_a_salt_that_nobody_uses_any_more_is_forgotten():
     assert not cache._top.children
 
 
+def test_what_is_only_remembered_for_eviction_does_not_grow():
+    cache = PrefixCache(2, 30, 4)
+    for _ in range(300):
+        chain, slot = run(cache, list(range(12)))
+        cache.publish(chain, list(range(12)), 12)
+        cache.leave(chain)
+        cache.free_slot(slot)
+    assert len(cache._idle) <= 2 * 30 + 8
+
+
 def test_what_leaves_the_device_can_be_hit_in_the_tier_and_what_nothing_needs_is_dropped():
     cache = PrefixCache(2, 6, 4, tier=Tier(3, 9))
     park(cache, list(range(10)))

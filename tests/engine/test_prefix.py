@@ -30,6 +30,32 @@ def test_d27_hits_are_exact_and_answers_are_those_without_a_cache(model, overlap
     assert [cached for _, cached in got] == [0, 32, 32, 32]
 
 
+@pytest.mark.parametrize("host", [(0, 0), (4, 20)])
+def test_d27_shared_pages_and_states_are_never_written_again(model, host):
+    made = engine(model, snapshots=8, host=host)
+    ask(made, "r1", P + prompt_of(1, 10))
+    cache, pool = made.scheduler.cache, made.runner.pool
+
+    def shared() -> list[tuple[tuple, float, float]]:
+        """What of the first prompt is kept: tokens, and the bytes of its pages and states, as sums."""
+        found = []
+        nodes, snapshots = cache.contents()
+        for node in nodes:
+            if node.page and list(node.tokens) in (P[:16], P[16:]):
+                found.append((node.tokens, pool.kv[:, :, node.page].double().sum().item(), 0.0))
+        for snapshot in snapshots:
+            if snapshot.length == 32:
+                sums = [array[:, snapshot.slot].double().sum().item() for array in pool.states]
+                found.append((("state",), *sums))
+        return sorted(found, key=str)
+
+    before = shared()
+    assert len(before) == 3
+    for i, n in enumerate((2, 40, 1)):
+        ask(made, f"again {i}", P + prompt_of(n, 9 + n))
+        assert shared() == before
+
+
 @pytest.mark.parametrize("evict", ["snapshots", "pages"])
 def test_d27_a_hit_needs_both_pages_and_state(model, evict):
     made = engine(model, snapshots=8)
