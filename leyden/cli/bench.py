@@ -8,6 +8,7 @@ from leyden.errors import ConfigError
 # what -> (module with main(argv) -> exit code, what it measures)
 BENCHES = {
     "api": ("leyden.bench.api", "what the HTTP server costs per request and per token"),
+    "evals": ("leyden.bench.evals", "how often a served model is right, on held-out examples"),
     "agents": ("leyden.bench.agents", "how much of what agents send again is computed again"),
     "hit": ("leyden.bench.hit", "what a long prompt costs that is cached, on the device or in host memory"),
     "pace": ("leyden.bench.pace", "what a long prompt does to the others' times between tokens"),

@@ -53,7 +53,7 @@ from leyden.ops.reference import sample as _sample
 from leyden.ops.reference import table as _table
 from leyden.ops.registry import Op, forced, prepare, using, watching
 
-__all__ = ["Op", "forced", "using", "watching"]
+__all__ = ["Op", "forced", "prepare", "using", "watching"]
 
 begin = Op(_table.begin)
 take = Op(_table.take)

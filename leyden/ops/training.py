@@ -90,23 +90,24 @@ def ssd_scan(
     grid = _grid(rows.lens, min(chunk, _CHUNK), x.device)
     groups = B.shape[1]
     # c chunk, g group, r head in the group, l and s token in the chunk, p head dim, n state: always in this order.
+    # Decays are fp32; what is multiplied by the thousand has the activations' dtype, as in the paper's kernels.
     delta = F.softplus(dt.float() + dt_bias).clamp(*dt_limit)
     decay = grid.lay(delta * -A_log.exp()).unflatten(-1, (groups, -1)).permute(0, 2, 3, 1).cumsum(-1)  # [c, g, r, l]
-    inputs = grid.lay(x.float() * delta[..., None]).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
-    keys, queries = (grid.lay(t.float()).transpose(1, 2)[:, :, None] for t in (B, C))  # [c, g, 1, l, n]
+    inputs = grid.lay(x * delta.to(x.dtype)[..., None]).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+    keys, queries = (grid.lay(t).transpose(1, 2)[:, :, None] for t in (B, C))  # [c, g, 1, l, n]
 
     future = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=x.device).triu(1)
     since = (decay[..., :, None] - decay[..., None, :]).masked_fill(future, float("-inf")).exp()  # [c, g, r, l, s]
-    y = (queries @ keys.mT * since) @ inputs
+    y = (queries @ keys.mT * since.to(x.dtype)) @ inputs
 
     total = decay[..., -1]  # [c, g, r]: log decay of a whole chunk
-    added = ((total[..., None] - decay).exp()[..., None] * inputs).mT @ keys  # [c, g, r, p, n]
+    added = ((total[..., None] - decay).exp().to(x.dtype)[..., None] * inputs).mT @ keys  # [c, g, r, p, n]
     # Sums over many chunks that are then subtracted: fp64, or the small differences drown.
     until = total.double().flatten(1).cumsum(0).T  # [heads, c]
     between = (until - total.double().flatten(1).T)[:, :, None] - until[:, None]  # [heads, c, earlier c]
-    between = between.masked_fill(~grid.before, float("-inf")).exp().float()
+    between = between.masked_fill(~grid.before, float("-inf")).exp().to(x.dtype)
     entering = (between @ added.flatten(1, 2).transpose(0, 1).flatten(2)).transpose(0, 1).view_as(added)
-    y = y + (queries @ entering.mT) * decay.exp()[..., None]
+    y = y + (queries @ entering.mT) * decay.exp().to(x.dtype)[..., None]
 
     y = grid.take(y.permute(0, 3, 1, 2, 4)).flatten(1, 2)
     return (y + x.float() * D[:, None]).to(x.dtype)

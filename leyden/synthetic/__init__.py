@@ -8,12 +8,14 @@ Two splits, "train" and "heldout", share no template and no open-class vocabular
 training and test material for a small model, not a picture of the world: only the facts about leyden are meant.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from leyden.errors import ConfigError
-from leyden.synthetic import about, calls, classify, days, dialogue, extract, quantities, reading, rewrite
+from leyden.synthetic import about, calls, classify, copying, days, dialogue, extract, quantities, reading, rewrite
 from leyden.synthetic.check import check
 from leyden.synthetic.conversation import Example
 from leyden.synthetic.draw import SPLITS, Draw, Split
@@ -25,12 +27,14 @@ __all__ = ["FAMILIES", "SPLITS", "Example", "Family", "Split", "check", "example
 class Family:
     """One kind of task: `sample` makes an example, `weight` is its share, `thinking` the part of it with reasoning.
 
-    `thinking` 1.0 marks tasks that a small model cannot answer without working them out.
+    `thinking` 1.0 marks tasks that a small model cannot answer without working them out; `practice` those that only
+    training has.
     """
 
     sample: Callable[[Draw, bool], Example]
     weight: float
     thinking: float = 0.6
+    practice: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -84,15 +88,21 @@ FAMILIES: dict[str, Family] = {
     "carried": Family(dialogue.carried, 1, 0.85),
     "leyden": Family(about.leyden, 3, 0.5),
     "chat": Family(about.chat, 3, 0.5),
+    "echo": Family(copying.echo, 2.5, 0.3, practice=True),
+    "at_place": Family(copying.at_place, 2, 0.5, practice=True),
+    "by_key": Family(copying.by_key, 3, 0.4, practice=True),
+    "keys": Family(copying.keys, 2.5, 0.4, practice=True),
+    "respell": Family(copying.respell, 2, 0.4, practice=True),
+    "digits": Family(copying.digits, 2.5, 0.3, practice=True),
 }
 
 
 def example(seed: int, index: int, split: Split = "train", families: Sequence[str] | None = None) -> Example:
-    """Example `index` of the endless sequence that `seed`, `split` and `families` (all, if None) name."""
-    names, bounds = _weights(families)
+    """Example `index` of the endless sequence that `seed`, `split` and `families` (None: all of the split) name."""
+    names, bounds = _weights(None if families is None else tuple(families), split)
     draw = Draw(seed, index, split)
     point = draw.unit() * bounds[-1]
-    name = names[next(i for i, bound in enumerate(bounds) if point < bound)]
+    name = names[bisect_right(bounds, point)]
     family = FAMILIES[name]
     made = family.sample(draw, draw.chance(family.thinking))
     made["family"] = name
@@ -107,8 +117,10 @@ def generate(
         yield example(seed, index, split, families)
 
 
-def _weights(families: Sequence[str] | None) -> tuple[list[str], list[float]]:
-    names = list(FAMILIES if families is None else families)
-    if unknown := [name for name in names if name not in FAMILIES]:
-        raise ConfigError(f"unknown family {unknown[0]!r}; there are: {', '.join(FAMILIES)}")
+@cache
+def _weights(families: tuple[str, ...] | None, split: Split) -> tuple[list[str], list[float]]:
+    known = [name for name, family in FAMILIES.items() if split == "train" or not family.practice]
+    names = list(known if families is None else families)
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"unknown family {unknown[0]!r}; there are: {', '.join(known)}")
     return names, list(accumulate(FAMILIES[name].weight for name in names))

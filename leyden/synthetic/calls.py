@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from leyden.synthetic.conversation import Conversation, Example, expected_calls, words_of
+from leyden.synthetic.conversation import Conversation, Example, expected_calls
 from leyden.synthetic.draw import Draw
 from leyden.synthetic.toolbox import (
     IRREPLACEABLE,
+    NEW,
     Call,
     Setting,
     box,
@@ -14,6 +15,7 @@ from leyden.synthetic.toolbox import (
     explicit_call,
     listed_tool,
     made_tool,
+    new_tool,
     some_setting,
     some_tool,
 )
@@ -50,14 +52,17 @@ def parallel(draw: Draw, thinking: bool) -> Example:
 def none_fits(draw: Draw, thinking: bool) -> Example:
     """No tool of the box can do it: the code that the system prompt asks for."""
     setting = some_setting(draw, thinking)
-    absent = made_tool(draw, setting, groups=IRREPLACEABLE) if draw.chance(0.6) else listed_tool(draw, setting)
+    if draw.unseen(NEW):
+        absent = new_tool(draw, setting)
+    else:
+        absent = made_tool(draw, setting, groups=IRREPLACEABLE) if draw.chance(0.6) else listed_tool(draw, setting)
     tools = box_without(draw, setting, absent, draw.between(1, 5))
     code = draw.word("no_tool_code")
     conversation = Conversation(draw, thinking)
     conversation.system(*today_rule(draw, setting), draw.text("rule.no_tool", code=code))
-    conversation.user(request(draw, call(draw, absent, setting).ask))
-    names = ", ".join(tool.name for tool in tools)
-    conversation.answer(code, f"needed: {words_of(absent.name)}\ntools: {names}\nno tool fits")
+    ask = call(draw, absent, setting).ask
+    conversation.user(request(draw, ask))
+    conversation.answer(code, f"needed: {ask}\ntool: none")
     return conversation.example("answer", code, tools, setting)
 
 
@@ -75,8 +80,7 @@ def missing(draw: Draw, thinking: bool) -> Example:
     conversation = Conversation(draw, thinking)
     conversation.system(draw.text("rule.missing", code=code))
     conversation.user(request(draw, wanted.ask))
-    given = "\n".join(f"{name}: {'not given' if name in gone else 'given'}" for name in required)
-    conversation.answer(f"{code}: {names}", f"tool: {tool.name}\nrequired: {', '.join(required)}\n{given}")
+    conversation.answer(f"{code}: {names}", f"needed: {wanted.ask}\n{wanted.working}")
     return conversation.example("answer", f"{code}: {names}", tools, setting)
 
 

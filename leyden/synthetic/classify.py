@@ -7,14 +7,29 @@ from leyden.synthetic.toolbox import with_articles
 
 def labels(draw: Draw, thinking: bool) -> Example:
     """A message and labels, each with the words that belong to it."""
-    chosen = draw.pick([each for each in table("labels")["set"] if each["split"] == draw.split])["labels"]
+    chosen = _some_labels(draw)
     names = draw.sample(list(chosen), draw.between(2, len(chosen)))
     label = draw.pick(names)
     cue = draw.pick(chosen[label].split(", "))
-    lines = "\n".join(f"- {name}: {chosen[name]}" for name in names)
+    forms = ("- {}: {}", "- {}: {}", "{}: {}", "{} = {}", "* {} ({})", "{} - {}")
+    form = draw.pick(forms) if draw.split == "train" else forms[0]
+    lines = "\n".join(form.format(name, chosen[name]) for name in names)
     text = draw.text("classify.message", cue=cue, city=draw.word("city"), name=draw.word("first_name"))
     prompt = draw.text("classify.labels", labels=lines, names=", ".join(names), text=text)
-    return question(draw, thinking, prompt, label, f"{cue} belongs to {label}")
+    tried = [f"{name}: {chosen[name]}: {'yes' if name == label else 'no'}" for name in names[: names.index(label) + 1]]
+    return question(draw, thinking, prompt, label, "\n".join([f"wanted {cue}", *tried, f"{cue} is {label}"]))
+
+
+def _some_labels(draw: Draw) -> dict[str, str]:
+    """Label -> its words; in training often any words at all, so that the list has to be read."""
+    if draw.split == "train" and draw.chance(0.5):
+        words = draw.words(draw.pick(("product", "food", "service", "code_word", "tag")), draw.between(6, 12))
+        names = draw.words(draw.pick(("tag", "topic", "code_word", "column")), draw.between(2, 4))
+        if not set(words) & set(names):
+            return {name: ", ".join(words[i :: len(names)]) for i, name in enumerate(names)}
+    sets = [each for each in table("labels")["set"] if each["split"] == draw.split]
+    labels: dict[str, str] = draw.pick(sets)["labels"]
+    return labels
 
 
 def sentiment(draw: Draw, thinking: bool) -> Example:
@@ -30,14 +45,19 @@ def sentiment(draw: Draw, thinking: bool) -> Example:
 
 def limit(draw: Draw, thinking: bool) -> Example:
     """A rule with a number: one label above the limit, another one otherwise."""
-    above, otherwise = draw.pick(
-        (
-            ("urgent", "normal"),
-            ("high", "low"),
-            ("manager", "clerk"),
-            ("alarm", "fine"),
-            ("yes", "no"),
-            ("large", "small"),
+    made = draw.split == "train" and draw.chance(0.5)
+    above, otherwise = (
+        draw.words(draw.pick(("status", "tag", "code_word", "color")), 2)
+        if made
+        else draw.pick(
+            (
+                ("urgent", "normal"),
+                ("high", "low"),
+                ("manager", "clerk"),
+                ("alarm", "fine"),
+                ("yes", "no"),
+                ("large", "small"),
+            )
         )
     )
     bound = draw.pick((5, 10, 20, 24, 30, 50, 60, 80, 100, 250, 500))
@@ -55,14 +75,16 @@ def limit(draw: Draw, thinking: bool) -> Example:
     )
     label = above if number > bound else otherwise
     item = draw.pick((draw.word("service"), draw.word("product"), draw.word("machine")))
-    rule = draw.text("classify.rule", above=above, otherwise=otherwise, bound=f"{bound} {unit}", what=what)
-    case = draw.text("classify.case", item=item, what=what, number=f"{number} {unit}")
+    bounded = f"{bound} {unit}"
+    rule = with_articles(draw.text("classify.rule", above=above, otherwise=otherwise, bound=bounded, what=what))
+    case = with_articles(draw.text("classify.case", item=item, what=what, number=f"{number} {unit}"))
     relation = "above" if number > bound else "equal to" if number == bound else "below"
     return question(
         draw,
         thinking,
         draw.text("classify.limit", rule=rule, case=case),
         label,
+        f"above {bound}: {above}, otherwise: {otherwise}\n{number} or {bound}: {max(number, bound)}\n"
         f"{number} is {relation} {bound}: {label}",
     )
 
@@ -77,14 +99,21 @@ def member(draw: Draw, thinking: bool) -> Example:
     answer = "yes" if present else "no"
     prompt = draw.text("classify.member", item=wanted, items=", ".join(listed))
     working = ", ".join(f"{item} {'yes' if item == wanted else 'no'}" for item in listed)
-    return question(draw, thinking, prompt, answer, working)
+    return question(draw, thinking, prompt, answer, f"wanted {wanted}\n{working}")
 
 
 def route(draw: Draw, thinking: bool) -> Example:
     """Which person of a list is responsible, by a table of duties in the prompt."""
     people, services = draw.words("first_name", 4), draw.words("service", 4)
     i = draw.below(4)
-    duties = "\n".join(f"{service}: {person}" for person, service in zip(people, services, strict=True))
+    train = draw.split == "train"
+    form = (
+        draw.pick(("{}: {}", "- {}: {}", "{} - {}", "{} -> {}", "{} ({})", "{}={}", "{} | {}")) if train else "{}: {}"
+    )
+    turned = train and draw.chance(0.4)
+    pairs = [(p, s) if turned else (s, p) for p, s in zip(people, services, strict=True)]
+    duties = "\n".join(form.format(*pair) for pair in pairs)
     message = f"{draw.word('error_text')} in {services[i]}"
     prompt = draw.text("classify.route", duties=duties, message=message)
-    return question(draw, thinking, prompt, people[i], f"{services[i]} belongs to {people[i]}")
+    tried = [f"{a} {b} {'yes' if j == i else 'no'}" for j, (a, b) in enumerate(pairs[: i + 1])]
+    return question(draw, thinking, prompt, people[i], "\n".join([f"wanted {services[i]}", *tried, people[i]]))

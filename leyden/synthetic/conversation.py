@@ -1,5 +1,6 @@
 """An example under construction: messages in the OpenAI chat format, written turn by turn."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -53,9 +54,10 @@ class Conversation:
         self.messages.append(message | ({"reasoning_content": working} if self.thinking else {}))
 
     def call(self, calls: Sequence[Call], working: str = "") -> None:
-        """An assistant turn with calls; its reasoning defaults to what is needed, then tool and arguments of each."""
-        steps = [f"call {i}\n{each.working}" if len(calls) > 1 else each.working for i, each in enumerate(calls, 1)]
-        working = working or "\n".join([f"needed: {', '.join(words_of(each.tool.name) for each in calls)}", *steps])
+        """An assistant turn with calls; its reasoning defaults to each request, its tool and arguments."""
+        heads = [f"call {i}" for i in range(1, len(calls) + 1)] if len(calls) > 1 else ["needed"]
+        steps = (f"{head}: {each.ask}\n{each.working}" for head, each in zip(heads, calls, strict=True))
+        working = working or "\n".join(steps)
         made = []
         for call in calls:
             self.calls += 1
@@ -101,5 +103,5 @@ def expected_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
 
 
 def words_of(name: str) -> str:
-    """A name of code as words: "getTicket" and "get_ticket" -> "get ticket"."""
-    return "".join(f" {c.lower()}" if c.isupper() else c for c in name).replace("_", " ")
+    """A name of code as words: "getTicket", "GET_TICKET" and "get-ticket" -> "get ticket"."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[_-]", " ", name).lower()

@@ -26,6 +26,7 @@ def shift(draw: Draw, thinking: bool) -> Example:
     working, result = calendar.later(day, days) if after else calendar.earlier(day, days)
     if weeks:
         working = f"{said} = {days} days. {working}"
+    working = f"{day} {'plus' if after else 'minus'} {said}, the month is {calendar.MONTHS[day.month - 1]}. {working}"
     return _dated(draw, thinking, after, day, said, str(result), working)
 
 
@@ -43,6 +44,7 @@ def distance(draw: Draw, thinking: bool) -> Example:
         working, days = add(left, second.day)
         year = f" {first.year}" if first.month == 2 else ""
         working = f"{calendar.MONTHS[first.month - 1]}{year} has {length} days. {rest}. {working}"
+    working = f"from {first} to {second}. {working}"
     text = draw.text("days.distance", first=first, second=second)
     return question(draw, thinking, text, [f"{days} days" if days != 1 else "1 day", str(days)], working)
 
@@ -53,7 +55,8 @@ def weekday(draw: Draw, thinking: bool) -> Example:
     after = draw.chance(0.7)
     result = calendar.WEEKDAYS[(start + (days if after else -days)) % 7]
     rest = days % 7
-    steps = [f"{days} days" if days < 7 else f"{days} / 7 = {days // 7} r {rest}"]
+    steps = [f"{calendar.WEEKDAYS[start]} {'plus' if after else 'minus'} {days} days"]
+    steps += [f"{days} / 7 = {days // 7} r {rest}"] if days >= 7 else []
     step = 1 if after else -1
     counted = [calendar.WEEKDAYS[(start + step * i) % 7] for i in range(rest + 1)]
     steps.append(", ".join(f"{name} {i}" for i, name in enumerate(counted)))
@@ -80,6 +83,7 @@ def clock_end(draw: Draw, thinking: bool) -> Example:
         if hours
         else f"{minutes} minutes"
     )
+    said = said.replace("1 hours", "1 hour")
     working, together = add(minute, minutes)
     carry = together // 60
     if carry:
@@ -88,10 +92,8 @@ def clock_end(draw: Draw, thinking: bool) -> Example:
     end = hour + hours + carry
     working += f". {' + '.join(map(str, terms))} = {end}" + (f", {end} - 24 = {end - 24}" if end >= 24 else "")
     answer = calendar.clock(start + hours * 60 + minutes)
-    text = draw.text(
-        "days.end", event=draw.word("event"), start=calendar.clock(start), length=said.replace("1 hours", "1 hour")
-    )
-    return question(draw, thinking, text, answer, f"{working}. {answer}")
+    text = draw.text("days.end", event=draw.word("event"), start=calendar.clock(start), length=said)
+    return question(draw, thinking, text, answer, f"{calendar.clock(start)} plus {said}. {working}. {answer}")
 
 
 def clock_length(draw: Draw, thinking: bool) -> Example:
@@ -111,7 +113,7 @@ def clock_length(draw: Draw, thinking: bool) -> Example:
         working, total = subtract(total, start % 60)
         part.append(working)
     text = draw.text("days.length", event=draw.word("event"), start=calendar.clock(start), end=calendar.clock(end))
-    working = ". ".join([f"from {start // 60} to {end // 60}: {whole}", *part])
+    working = ". ".join([f"from {calendar.clock(start)} to {calendar.clock(end)}: {whole}", *part])
     return question(draw, thinking, text, [f"{total} minutes", str(total)], working)
 
 

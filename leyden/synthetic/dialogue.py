@@ -77,7 +77,7 @@ def again(draw: Draw, thinking: bool) -> Example:
     conversation.result(values.json_text(first.arguments | {field: number}))
     conversation.answer(str(number), f"{field} is {number}")
     conversation.user(draw.text("dialogue.again", other=other))
-    conversation.call([second], f"needed: {words_of(tool.name)} for {other}\n{arguments_working(second)}")
+    conversation.call([second], f"needed: the same for {other}\n{arguments_working(second)}")
     return conversation.example("tool_calls", expected_calls([second]), tools, setting)
 
 
@@ -109,8 +109,9 @@ def corrected(draw: Draw, thinking: bool) -> Example:
 
 def kept_list(draw: Draw, thinking: bool) -> Example:
     """A list that is changed turn by turn; every answer is the whole list."""
-    *spare, first, second = draw.words(draw.pick(("food", "product", "city")), 7)
-    items = [first, second]
+    words = draw.words(draw.pick(("food", "product", "city")), 7)
+    count = draw.pick((2, 2, 2, 3)) if draw.split == "train" else 2
+    spare, items = words[:-count], words[-count:]
     conversation = Conversation(draw, thinking)
     conversation.system(draw.text("dialogue.list_rule"))
     conversation.user(draw.text("dialogue.start", items=values.listed(items)))
@@ -118,9 +119,10 @@ def kept_list(draw: Draw, thinking: bool) -> Example:
     for _ in range(draw.between(1, 3)):
         if len(items) > 1 and draw.chance(0.4):
             gone = draw.pick(items)
+            marked = ", ".join(f"{item} out" if item == gone else item for item in items)
             items.remove(gone)
             conversation.user(draw.text("dialogue.take", item=gone))
-            conversation.answer(", ".join(items), f"without {gone}")
+            conversation.answer(", ".join(items), f"without {gone}\n{marked}")
         else:
             new = spare.pop()
             items.append(new)
@@ -142,6 +144,7 @@ def carried(draw: Draw, thinking: bool) -> Example:
         n = draw.between(2, 9)
         kind = draw.pick(("add", "subtract", "times") if thinking and n < number else ("add",))
         working, number = {"add": add, "subtract": subtract, "times": times}[kind](number, n)
+        working = f"{kind} {n}\n{working}"
         conversation.user(draw.text(f"dialogue.{kind}", n=n))
         conversation.answer(str(number), working)
     return conversation.example("answer", str(number))

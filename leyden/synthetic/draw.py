@@ -14,13 +14,25 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal, TypeVar
 
+from leyden.synthetic.vary import EMBEDDED, framed, reworded
+
 T = TypeVar("T")
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 
-# Share of open-class words that the train split makes up. A small model learns by heart what it can; what it is to
-# learn is to copy, and a word that was never seen before and never comes again can only be copied.
-INVENTED = 0.7
+# Shares of open-class words that the train split makes up; each example draws one. A small model learns by heart what
+# it can; what it is to learn is to copy, and a word that was never seen before and never comes again can only be
+# copied. Real words show the pieces of the vocabulary in the order in which they occur in English.
+INVENTED = (0.0, 0.4, 0.6, 0.7, 0.8, 1.0)
+_PREFIXES = ("anti", "auto", "bi", "co", "counter", "cross", "de", "dis", "down", "ex", "fore", "hyper", "in",
+             "inter", "macro", "mega", "micro", "mid", "mis", "multi", "non", "out", "over", "photo", "poly",
+             "post", "pre", "pro", "re", "semi", "sub", "super", "sur", "tele", "therm", "trans", "tri", "ultra",
+             "un", "under", "up", "with")  # fmt: skip
+_SUFFIXES = ("able", "age", "al", "ance", "ant", "ation", "berg", "burg", "dom", "ed", "ence", "er", "ery",
+             "ette", "ford", "ful", "graph", "hood", "ia", "ian", "ible", "ic", "ier", "ify", "ing", "ion", "ish",
+             "ism", "ist", "ity", "ive", "ize", "less", "let", "ling", "logy", "ment", "meter", "ness", "or",
+             "ous", "scope", "sen", "ship", "sion", "some", "son", "stone", "ton", "tory", "ture", "ville",
+             "ward", "wood", "work", "worth", "y")  # fmt: skip
 _ONSETS = (
     *(
         "b",
@@ -112,6 +124,13 @@ def _known() -> tuple[str, ...]:
 
 
 @cache
+def _modifiers() -> tuple[str, ...]:
+    """Words of the train split that can stand before a noun."""
+    pools = (pool(name, "train") for name in ("noun", "product", "topic", "machine", "event", "field_text", "tag"))
+    return tuple(sorted({word for words in pools for word in words if word.isalpha()}))
+
+
+@cache
 def _unwanted() -> frozenset[str]:
     """Words that no made-up one may be: held-out ones, and those that say something to the tasks."""
     heldout = {part for word in heldout_words() for part in re.findall(r"[a-z]+", word)}
@@ -137,6 +156,7 @@ class Draw:
         self._random = Random(f"{seed}/{split}/{index}").random
         self.split: Split = split
         self.templates: list[str] = []
+        self.invented = self.pick(INVENTED) if split == "train" else 0.0
 
     def unit(self) -> float:
         """A number in [0, 1)."""
@@ -168,21 +188,32 @@ class Draw:
         return self.sample(items, len(items))
 
     def word(self, name: str) -> str:
-        """A word of pool `name`; in training mostly a made-up one, written like those of the pool."""
-        found = self.pick(pool(name, self.split))
-        return self._disguised(name, found)
+        """A word of pool `name`; in training often a made-up one, written like those of the pool."""
+        return self._disguised(name, self.pick(pool(name, self.split)))
 
     def words(self, name: str, n: int) -> list[str]:
         """`n` different words of pool `name`, made up as in `word`."""
         found = [self._disguised(name, word) for word in self.sample(pool(name, self.split), n)]
         return found if len(set(found)) == len(found) else self.words(name, n)
 
+    def unseen(self, p: float) -> bool:
+        """True with probability `p` in training, never held out (and without a draw): for what only training has."""
+        return self.split == "train" and self.chance(p)
+
     def _disguised(self, name: str, word: str) -> str:
-        """`word`, or in its place one that nobody has seen: as many parts, separated and capitalised as they are."""
-        if self.split != "train" or not table("words")[name].get("invent") or not self.chance(INVENTED):
+        """`word`, in training with a word before it where the pool has `compound`, or in its place one that nobody has
+        seen: as many parts, separated and capitalised as they are, and sometimes one of them left as it is."""
+        entry = table("words")[name]
+        if entry.get("compound") and self.unseen(0.2) and word.isalpha():
+            longer = f"{self.pick(_modifiers())} {word}"
+            word = word if longer in heldout_words() else longer
+        if not entry.get("invent") or not self.unseen(self.invented):
             return word
+        keep = 0.25 if " " in word or "_" in word else 0.0
 
         def made(part: re.Match[str]) -> str:
+            if keep and self.chance(keep):
+                return part[0]
             new = self.invent()
             if part[0].isupper() and len(part[0]) > 1:
                 return new.upper()
@@ -191,8 +222,9 @@ class Draw:
         return re.sub(r"[A-Za-z]+", made, word)
 
     def invent(self) -> str:
-        """A word that means nothing: of syllables, of halves of two words, or of any letters. No held-out word."""
-        match self.pick("sssshhhhl"):
+        """A word that means nothing: of syllables, of halves of two words, of a prefix, a stem and a suffix, or of any
+        letters. No held-out word, nor one that begins like a short one (ids are cut from the front of words)."""
+        match self.pick("ssshhhnnnl"):
             case "s":
                 count = self.pick((1, 2, 2, 2, 3))
                 parts = (self.pick(_ONSETS) + self.pick(_VOWELS) + self.pick(_CODAS) for _ in range(count))
@@ -200,43 +232,55 @@ class Draw:
             case "h":
                 first, second = self.pick(_known()), self.pick(_known())
                 word = first[: self.between(2, 5)] + second[-self.between(2, 5) :]
+            case "n":
+                stem = self.pick(_known())[: self.between(3, 6)]
+                word = self.pick(("", "", self.pick(_PREFIXES))) + stem + self.pick(("", *self.sample(_SUFFIXES, 2)))
             case _:
                 word = "".join(self.pick("abcdefghijklmnopqrstuvwxyz") for _ in range(self.between(3, 8)))
-        return self.invent() if word in _unwanted() or len(word) < 3 else word[:12]
+        word = word[:14]
+        beginnings = {word, word[:3], word[:4], word[:-1], f"{word}s"}
+        return self.invent() if len(word) < 3 or not beginnings.isdisjoint(_unwanted()) else word
 
     def text(self, name: str, /, **slots: object) -> str:
-        """One template of phrases.toml, filled in."""
+        """One template of phrases.toml, filled in; in training reworded and framed (`leyden.synthetic.vary`)."""
         choices = phrases(name, self.split)
         i = self.below(len(choices))
         self.templates.append(f"{name}/{self.split}/{i}")
-        return self.fill(choices[i], **slots)
+        template = self.alternative(choices[i])
+        if self.split == "train":
+            template = reworded(self, template)
+            if name not in EMBEDDED:
+                template = framed(self, template)
+        return _filled(template, slots)
 
     def fill(self, template: str, /, **slots: object) -> str:
         """`template` with one alternative of every [a|b] and every {slot} replaced."""
-        filled = ""
-        for kind, part in _parts(template):
-            match kind:
-                case "text":
-                    filled += part
-                case "slot":
-                    filled += _slot(part, slots)
-                case "pick":
-                    filled += self.fill(self.pick(part.split("|")), **slots)
-        return filled
+        return _filled(self.alternative(template), slots)
+
+    def alternative(self, template: str) -> str:
+        """`template` with one alternative of every [a|b], which may be nested, and of every {@part} of parts.toml."""
+        while _PART.search(template) or _CHOICE.search(template):
+            template = _PART.sub(lambda part: self.pick(part_choices(part[1])), template)
+            template = _CHOICE.sub(lambda choice: self.pick(choice[1].split("|")), template)
+        return template
 
 
 @cache
-def _parts(template: str) -> tuple[tuple[str, str], ...]:
-    """`template` as (kind, part): "text" as it is, "slot" for {name}, "pick" for [a|b]."""
-    found = []
-    for part in re.split(r"(\[[^\[\]]*\]|\{\w*\})", template):
-        if part.startswith("["):
-            found.append(("pick", part[1:-1]))
-        elif part.startswith("{"):
-            found.append(("slot", part[1:-1]))
-        elif part:
-            found.append(("text", part))
-    return tuple(found)
+def part_choices(name: str) -> tuple[str, ...]:
+    """The forms of the part `name` of training phrases; {@Name} begins with a capital letter."""
+    parts = table("parts")
+    if name in parts:
+        return tuple(parts[name])
+    return tuple(form[:1].upper() + form[1:] for form in parts[name[0].lower() + name[1:]])
+
+
+def _filled(template: str, slots: dict[str, object]) -> str:
+    return _SLOT.sub(lambda slot: _slot(slot[1], slots), template)
+
+
+_PART = re.compile(r"\{@(\w+)\}")
+_CHOICE = re.compile(r"\[([^\[\]]*)\]")
+_SLOT = re.compile(r"\{(\w+)\}")
 
 
 def _slot(name: str, slots: dict[str, object]) -> str:

@@ -11,15 +11,41 @@ from leyden.synthetic.toolbox import shown
 NOT_GIVEN = ("website", "discount", "nickname", "fax", "currency", "country", "notes", "manager")
 
 
+# Kinds of values for made-up fields, and sentences that give no fact.
+_KINDS = (
+    "person",
+    "city",
+    "code",
+    "int:2:90",
+    "int:100:9000",
+    "email",
+    "price",
+    "company",
+    "product",
+    "bare_title",
+    "date",
+)
+_IDLE = (
+    *("thank you", "more on this next week", "see you soon", "this is all we know", "have a nice day", "all is well"),
+    *("please do not forget it", "we keep our fingers crossed", "no further news", "best wishes", "it was a long day"),
+)
+
+
 def fields(draw: Draw, thinking: bool) -> Example:
     """Two to five facts of a text, sometimes one that it does not give."""
     entry = draw.pick(table("documents")["document"])
     text = draw.pick(entry[draw.split])
-    draw.templates.append(f"document/{draw.split}/{entry[draw.split].index(text)}")
-    facts = {name: _value(draw, kind) for name, kind in entry["fields"].items()}
+    kinds = _form(draw) if draw.split == "train" and draw.chance(0.25) else entry["fields"]
+    facts = {name: _value(draw, kind) for name, kind in kinds.items()}
     while "origin" in facts and facts["origin"].json == facts["destination"].json:
         facts["destination"] = _value(draw, "city")
-    filled = re.sub(r"\{(\w+)\}", lambda slot: facts[slot[1]].said, text)
+    if kinds is not entry["fields"]:
+        filled = _composed(draw, {}, facts)
+    elif draw.split == "train" and draw.chance(0.75):
+        filled = _composed(draw, entry["said"], facts)
+    else:
+        draw.templates.append(f"document/{draw.split}/{entry[draw.split].index(text)}")
+        filled = re.sub(r"\{(\w+)\}", lambda slot: facts[slot[1]].said, text)
     keys = draw.sample(list(facts), draw.between(2, 5))
     absent = draw.pick(NOT_GIVEN) if draw.chance(0.3) else ""
     if absent:
@@ -37,6 +63,35 @@ def fields(draw: Draw, thinking: bool) -> Example:
     typed = draw.chance(0.4) or any(isinstance(value, str) and value.isdigit() for value in expected.values())
     named = [f"{key} ({_type(expected[key])})" if typed and key != absent else key for key in keys]
     return _extracted(draw, thinking, "extract.keys", filled, rules, expected, working, keys=", ".join(named))
+
+
+def _form(draw: Draw) -> dict[str, str]:
+    """Fields that nobody has seen: made-up names, some of two words, for values of any kind."""
+    names = dict.fromkeys("_".join(draw.invent() for _ in range(draw.pick((1, 1, 2)))) for _ in range(5))
+    return {name: draw.pick(_KINDS) for name in draw.sample(list(names), draw.between(2, 5)) if name != "origin"}
+
+
+def _composed(draw: Draw, said: dict[str, list[str]], facts: dict[str, values.Value]) -> str:
+    """The facts in any order, each as it is said or with its name before it, as sentences, a row or lines."""
+    labels = {name: name if draw.chance(0.3) else name.replace("_", " ") for name in facts}
+    sign = draw.pick((": ", ": ", " = ", "=", " - ", " is ", " "))
+    labelled = not said or draw.chance(0.35)
+    pieces = []
+    for name in draw.shuffled(list(facts)):
+        if labelled or draw.chance(0.15):
+            pieces.append(f"{labels[name]}{sign}{facts[name].said}")
+        else:
+            pieces.append(draw.pick(said[name]).replace("{x}", facts[name].said))
+    if draw.chance(0.25):
+        pieces.insert(draw.below(len(pieces) + 1), draw.pick(_IDLE))
+    joint = draw.pick((", ", "; ", ". ", "\n", "\n", " | ", " / ", "\n- "))
+    if joint == ". " or draw.chance(0.2):
+        pieces = [piece if piece in {fact.said for fact in facts.values()} else _capital(piece) for piece in pieces]
+    return joint.join(pieces) + ("." if joint in (", ", ". ") and draw.chance(0.7) else "")
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:] if text[0].isalpha() and text.split()[0].islower() else text
 
 
 def items(draw: Draw, thinking: bool) -> Example:

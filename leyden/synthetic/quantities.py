@@ -1,6 +1,7 @@
 """Unit and quantity arithmetic: conversions, stated ratios, totals, differences, shares, prices, comparisons.
 
-With thinking the sum is written out; without, only sums that are one step long are asked.
+With thinking the sum is written out, after a line that repeats the given numbers and says what is asked of them, so
+that the kind of sum is settled before the sum; without, only sums that are one step long are asked.
 """
 
 from leyden.synthetic.arithmetic import add, cents, divide, subtract, times, total
@@ -43,7 +44,7 @@ def convert(draw: Draw, thinking: bool) -> Example:
         working, result = _backwards(number, factor)
         source, target, given = small, large, number * factor
     text = draw.text("quantities.convert", number=given, source=source, target=target)
-    return _answered(draw, thinking, text, f"{result} {target}", f"{fact}. {working}")
+    return _answered(draw, thinking, text, f"{result} {target}", f"{given} {source} in {target}. {fact}. {working}")
 
 
 def ratio(draw: Draw, thinking: bool) -> Example:
@@ -62,7 +63,7 @@ def ratio(draw: Draw, thinking: bool) -> Example:
         containers=plural(container),
         content=content,
     )
-    return _answered(draw, thinking, text, f"{result} {content}", f"{inside} in each of {count}. {working}")
+    return _answered(draw, thinking, text, f"{result} {content}", f"{count} times {inside} {content}. {working}")
 
 
 def machine(draw: Draw, thinking: bool) -> Example:
@@ -72,7 +73,7 @@ def machine(draw: Draw, thinking: bool) -> Example:
     machine_, made = draw.word("machine"), draw.word("made")
     working, result = times(rate, time)
     text = draw.text("quantities.rate", rate=rate, time=time, unit=unit, units=f"{unit}s", machine=machine_, made=made)
-    return _answered(draw, thinking, text, f"{result} {made}", f"{rate} per {unit}, {time} {unit}s. {working}")
+    return _answered(draw, thinking, text, f"{result} {made}", f"{time} times {rate} {made}. {working}")
 
 
 def stock(draw: Draw, thinking: bool) -> Example:
@@ -82,10 +83,12 @@ def stock(draw: Draw, thinking: bool) -> Example:
     items, place = draw.word("content"), draw.pick((draw.word("city"), draw.word("company")))
     if draw.chance(0.5):
         working, result = add(first, second)
+        working = f"{first} {items} and {second} more. {working}"
         text = draw.text("quantities.more", first=first, second=second, items=items, place=place)
     else:
         first, second = max(first, second), min(first, second)
         working, result = subtract(first, second)
+        working = f"{first} {items}, {second} gone. {working}"
         text = draw.text("quantities.fewer", first=first, second=second, items=items, place=place)
     return _answered(draw, thinking, text, f"{result} {items}", working)
 
@@ -98,8 +101,20 @@ def share(draw: Draw, thinking: bool) -> Example:
     working, (quotient, left) = divide(amount, people)
     slots = {"amount": amount, "people": people, "items": items}
     if rest:
-        return _answered(draw, thinking, draw.text("quantities.left", **slots), f"{left} {items}", working)
-    return _answered(draw, thinking, draw.text("quantities.each", **slots), f"{quotient} {items}", working)
+        return _answered(
+            draw,
+            thinking,
+            draw.text("quantities.left", **slots),
+            f"{left} {items}",
+            f"what is left of {amount} {items} for {people}. {working}",
+        )
+    return _answered(
+        draw,
+        thinking,
+        draw.text("quantities.each", **slots),
+        f"{quotient} {items}",
+        f"what each of {people} gets of {amount} {items}. {working}",
+    )
 
 
 def price(draw: Draw, thinking: bool) -> Example:
@@ -118,13 +133,13 @@ def price(draw: Draw, thinking: bool) -> Example:
         text = draw.text(
             "quantities.price", count=count, each=cents(each), product=first, products=plural(first), currency=currency
         )
-        working = f"{cents(each)} is {each} cents. {working} cents = {cents(result)}"
+        working = f"{count} at {cents(each)}. {cents(each)} is {each} cents. {working} cents = {cents(result)}"
         return _answered(draw, thinking, text, f"{cents(result)} {currency}", working)
     n1, n2, p1, p2 = draw.between(1, 6), draw.between(1, 6), draw.between(2, 60), draw.between(2, 60)
     (w1, a), (w2, b) = times(p1, n1), times(p2, n2)
     w3, result = add(a, b)
     lines = draw.text("quantities.bill", n1=n1, n2=n2, p1=p1, p2=p2, first=first, second=second, currency=currency)
-    return _answered(draw, thinking, lines, f"{result} {currency}", f"{w1}. {w2}. {w3}")
+    return _answered(draw, thinking, lines, f"{result} {currency}", f"{n1} at {p1} and {n2} at {p2}. {w1}. {w2}. {w3}")
 
 
 def summed(draw: Draw, thinking: bool) -> Example:
@@ -134,7 +149,9 @@ def summed(draw: Draw, thinking: bool) -> Example:
     unit = draw.pick(("km", "hours", "points", "EUR", "kg", "pages", "minutes"))
     working, result = total(numbers)
     lines = ", ".join(f"{name} {number} {unit}" for name, number in zip(people, numbers, strict=True))
-    return _answered(draw, thinking, draw.text("quantities.sum", lines=lines, unit=unit), f"{result} {unit}", working)
+    return _answered(
+        draw, thinking, draw.text("quantities.sum", lines=lines, unit=unit), f"{result} {unit}", f"{lines}. {working}"
+    )
 
 
 def longer(draw: Draw, thinking: bool) -> Example:
@@ -151,7 +168,9 @@ def longer(draw: Draw, thinking: bool) -> Example:
         amounts.reverse()
     slots = {"a": amounts[0][0], "x": amounts[0][1], "b": amounts[1][0], "y": amounts[1][1]}
     winner = a if result > other else b
-    working = f"1 {large} = {factor} {small}. {working}. {result} or {other}: {max(result, other)} is {winner}"
+    given = ", ".join(f"{name} {amount}" for name, amount in amounts)
+    compared = f"{result} or {other}: {max(result, other)} is {winner}"
+    working = f"which is more: {given}. 1 {large} = {factor} {small}. {working}. {compared}"
     return _answered(draw, thinking, draw.text("quantities.compare", **slots), winner, working)
 
 

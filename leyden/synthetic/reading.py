@@ -66,7 +66,11 @@ def compare(draw: Draw, thinking: bool) -> Example:
     conversation.result(*(values.json_text(made.arguments | {field: n}) for made, n in ((first, a), (second, b))))
     winner = first if (a > b) == more else second
     answer = str(winner.arguments[name])
-    conversation.answer(answer, f"{a} or {b}: {max(a, b) if more else min(a, b)} is {answer}")
+    pairs = ", ".join(f"{made.arguments[name]} {n}" for made, n in ((first, a), (second, b)))
+    best = max(a, b) if more else min(a, b)
+    conversation.answer(
+        answer, f"{'more' if more else 'less'} {field}\n{pairs}\n{a} or {b}: {best}\n{best} is {answer}"
+    )
     return conversation.example("answer", answer, tools, setting)
 
 
@@ -136,11 +140,12 @@ def failure(draw: Draw, thinking: bool) -> Example:
     code, error = draw.word("fail_code"), draw.word("error_text")
     if made.arguments and draw.chance(0.4):
         error = f"{draw.pick(list(made.arguments))} {error}"
-    rule = draw.text("rule.failed", code=code)
+    sign = draw.pick((": ", ": ", " - ", " | ", "=", " -> ", " / ")) if draw.split == "train" else ": "
+    rule = draw.text("rule.failed", code=code, sign=sign)
     conversation, tools = _started(draw, thinking, [made], request(draw, made.ask), setting, rule)
     conversation.result(draw.pick((values.json_text({"error": error}), f"error: {error}", f"Error: {error}")))
-    conversation.answer(f"{code}: {error}", f"the tool returned an error: {error}")
-    return conversation.example("answer", f"{code}: {error}", tools, setting)
+    conversation.answer(f"{code}{sign}{error}", f"the tool returned an error: {error}")
+    return conversation.example("answer", f"{code}{sign}{error}", tools, setting)
 
 
 def retry(draw: Draw, thinking: bool) -> Example:
@@ -170,7 +175,8 @@ def chain(draw: Draw, thinking: bool) -> Example:
     actor = made_tool(draw, setting, noun=noun, id=draw.pick(_BY_ID))
     find, act = call(draw, finder, setting, optional=0), call(draw, actor, setting, optional=0.3)
     found = act.arguments[actor.params[0].name]
-    it = re.sub(rf"(the |this )?{noun}( (that has|with)( the)? id|:)? {found}", "it", act.ask)
+    link = r"( ((that has|with|of|under|whose)( the)? id( is)?|number|no\.)|:)?"
+    it = re.sub(rf"((the|this|that|our|my) )?{noun}{link} \(?{found}\)?", "it", act.ask)
     done = draw.word("done_code")
     text = draw.text("reading.chain", ask=find.ask, it=it)
     rule = draw.text("rule.done", code=done)

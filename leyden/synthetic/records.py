@@ -27,10 +27,19 @@ class Records:
         return values.json_text({plural(self.noun).replace(" ", "_"): rows} if draw.chance(0.5) else rows)
 
     def as_text(self, draw: Draw) -> str:
-        """CSV, a Markdown table, or one line per row."""
+        """CSV, a Markdown table, or one line per row; in training also with other separators and in columns."""
         names = list(self.rows[0])
         cells = [[str(row[name]) for name in names] for row in self.rows]
-        style = draw.below(3)
+        style = draw.below(3 if draw.split == "heldout" else 6)
+        if style == 3:
+            sign = draw.pick((";", " | ", "\t", ", ", " ; ", " / "))
+            return "\n".join(sign.join(line) for line in [names, *cells])
+        if style == 4:
+            widths = [max(map(len, column)) + 2 for column in zip(names, *cells, strict=True)]
+            return "\n".join("".join(map(str.ljust, line, widths)).rstrip() for line in [names, *cells])
+        if style == 5:
+            joint, sign = draw.pick(((" ", "="), ("; ", "="), (", ", " "), (" | ", ": "), ("; ", ": ")))
+            return "\n".join(joint.join(map(sign.join, zip(names, line, strict=True))) for line in cells)
         if style == 0:
             return "\n".join(",".join(line) for line in [names, *cells])
         if style == 1:
@@ -77,28 +86,31 @@ def ask(draw: Draw, records: Records, easy: bool = False) -> Question:
 def _value(draw: Draw, records: Records) -> Question:
     row = draw.pick(records.rows)
     column = draw.pick((records.word, "status", records.number))
-    text = draw.text("records.value", column=column, noun=records.noun, key=row[records.key])
-    return Question(text, f"{row[records.key]} has {column} {row[column]}", str(row[column]), True)
+    text = _asked(draw, records, "value", column=column, key=row[records.key])
+    cells = ", ".join(f"{name}: {cell}" for name, cell in row.items())
+    return Question(text, f"{column} of {row[records.key]}\n{cells}", str(row[column]), True)
 
 
 def _key(draw: Draw, records: Records) -> Question:
     row = draw.pick(records.rows)
-    text = draw.text("records.key", key=records.key, noun=records.noun, column=records.word, value=row[records.word])
-    return Question(text, f"{records.word} {row[records.word]} is in {row[records.key]}", row[records.key], True)
+    text = _asked(draw, records, "key", key=records.key, column=records.word, value=row[records.word])
+    found = f"{row[records.word]} is {row[records.key]}"
+    working = f"{records.key} with {row[records.word]}\n{_pairs(records, records.word)}\n{found}"
+    return Question(text, working, row[records.key], True)
 
 
 def _count(draw: Draw, records: Records) -> Question:
     status, marks = _marks(draw, records)
     hits = [row for row in records.rows if row["status"] == status]
-    text = draw.text("records.count", nouns=plural(records.noun), status=status)
-    return Question(text, f"{marks}\n{len(hits)} with status {status}", str(len(hits)), False)
+    text = _asked(draw, records, "count", status=status)
+    return Question(text, f"count {status}\n{marks}\n{len(hits)} with {status}", str(len(hits)), False)
 
 
 def _which(draw: Draw, records: Records) -> Question:
     status, marks = _marks(draw, records)
     keys = ", ".join(row[records.key] for row in records.rows if row["status"] == status)
-    text = draw.text("records.which", key=records.key, nouns=plural(records.noun), status=status)
-    return Question(text, f"{marks}\n{keys}", keys, False)
+    text = _asked(draw, records, "which", key=records.key, status=status)
+    return Question(text, f"each {records.key} with {status}\n{marks}\n{keys}", keys, False)
 
 
 def _extreme(draw: Draw, records: Records) -> Question:
@@ -108,19 +120,28 @@ def _extreme(draw: Draw, records: Records) -> Question:
         first, second = best[records.number], row[records.number]
         best = row if (second > first) == largest else best
         steps.append(f"{first} or {second}: {best[records.number]}")
-    text = draw.text(
-        f"records.{'largest' if largest else 'smallest'}", key=records.key, noun=records.noun, number=records.number
-    )
-    return Question(
-        text, f"{', '.join(steps)}\n{best[records.number]} is {best[records.key]}", best[records.key], False
-    )
+    kind = "largest" if largest else "smallest"
+    text = _asked(draw, records, kind, key=records.key, number=records.number)
+    working = [f"{kind} {records.number}", _pairs(records, records.number), ", ".join(steps)]
+    working.append(f"{best[records.number]} is {best[records.key]}")
+    return Question(text, "\n".join(working), best[records.key], False)
 
 
 def _sum(draw: Draw, records: Records) -> Question:
     numbers = [row[records.number] for row in records.rows]
     working, result = total(numbers)
-    text = draw.text("records.sum", nouns=plural(records.noun), number=records.number)
-    return Question(text, f"{' + '.join(map(str, numbers))}\n{working}", str(result), False)
+    text = _asked(draw, records, "sum", number=records.number)
+    working = f"sum of {records.number}\n{' + '.join(map(str, numbers))}\n{working}"
+    return Question(text, working, str(result), False)
+
+
+def _asked(draw: Draw, records: Records, kind: str, **slots: str) -> str:
+    return draw.text(f"records.{kind}", noun=records.noun, nouns=plural(records.noun), **slots)
+
+
+def _pairs(records: Records, column: str) -> str:
+    """The key and one column of every row, copied in order: "T12 Anna, T15 Ben"."""
+    return ", ".join(f"{row[records.key]} {row[column]}" for row in records.rows)
 
 
 def _marks(draw: Draw, records: Records) -> tuple[str, str]:

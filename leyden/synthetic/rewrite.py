@@ -10,18 +10,22 @@ _POOLS = ("city", "product", "food", "first_name", "tag", "color", "code_word")
 
 
 def sort_numbers(draw: Draw, thinking: bool) -> Example:
-    """Numbers in rising or falling order; the reasoning takes the smallest (or largest) one again and again."""
+    """Numbers in rising or falling order; the reasoning looks for the smallest (or largest) one again and again."""
     top = draw.pick((20, 99, 99, 500))
     numbers = draw.sample(range(1, top), draw.between(3, 5) if thinking else 3)
     falling = draw.chance(0.4)
     order = sorted(numbers, reverse=falling)
-    left, steps = list(numbers), []
+    left, steps = list(numbers), ["the largest first" if falling else "the smallest first"]
     for number in order[:-1]:
-        steps.append(f"{' '.join(map(str, left))}: {number}")
+        best, tried = left[0], []
+        for other in left[1:]:
+            a, best = best, max(best, other) if falling else min(best, other)
+            tried.append(f"{a} or {other}: {best}")
+        steps.append(", ".join(tried))
         left.remove(number)
     name = "rewrite.falling" if falling else "rewrite.rising"
     text = draw.text(name, numbers=", ".join(map(str, numbers)))
-    return question(draw, thinking, text, ", ".join(map(str, order)), "\n".join(steps))
+    return question(draw, thinking, text, ", ".join(map(str, order)), "\n".join([*steps, str(left[0])]))
 
 
 def sort_words(draw: Draw, thinking: bool) -> Example:
@@ -33,8 +37,9 @@ def sort_words(draw: Draw, thinking: bool) -> Example:
     chosen = dict(draw.sample(list(words.items()), draw.between(3, 4)))
     order = [chosen[letter] for letter in sorted(chosen)]
     letters = ", ".join(f"{letter} {word}" for letter, word in chosen.items())
+    found = ", ".join(f"{letter} {chosen[letter]}" for letter in sorted(chosen))
     text = draw.text("rewrite.alphabet", items=", ".join(chosen.values()))
-    return question(draw, thinking, text, ", ".join(order), f"{letters}\n{' '.join(sorted(chosen))}")
+    return question(draw, thinking, text, ", ".join(order), f"{letters}\n{' '.join(sorted(chosen))}\n{found}")
 
 
 def shape(draw: Draw, thinking: bool) -> Example:
@@ -43,7 +48,7 @@ def shape(draw: Draw, thinking: bool) -> Example:
     style = draw.pick(list(_SHAPES))
     turned = style != "backwards" and draw.chance(0.2)
     result = _SHAPES[style](items[::-1] if turned else items)
-    text = draw.text(f"rewrite.{style}", items=", ".join(items))
+    text = draw.text(f"rewrite.{style}", items=", ".join(items), pipe=" | ")
     if turned:
         text += " " + draw.text("rewrite.backwards_too")
     return question(
@@ -61,9 +66,11 @@ def change(draw: Draw, thinking: bool) -> Example:
     slots = {"items": ", ".join(items), "old": old, "new": new}
     match kind:
         case "replace":
-            result, working = items[:i] + [new] + items[i + 1 :], f"{old} becomes {new}"
+            result = items[:i] + [new] + items[i + 1 :]
+            working = f"replace {old} with {new}\n{', '.join([*items[:i], f'{old} becomes {new}', *items[i + 1 :]])}"
         case "drop":
-            result, working = items[:i] + items[i + 1 :], f"without {old}"
+            result = items[:i] + items[i + 1 :]
+            working = f"without {old}\n{', '.join([*items[:i], f'{old} out', *items[i + 1 :]])}"
         case "append":
             result, working = [*items, new], f"{new} at the end"
         case "front":
@@ -71,7 +78,7 @@ def change(draw: Draw, thinking: bool) -> Example:
         case _:
             again = draw.between(i + 1, len(items))
             slots["items"] = ", ".join(items[:again] + [old] + items[again:])
-            result, working = items, f"{old} is there twice"
+            result, working = items, f"no doubles\n{', '.join([*items[:again], f'{old} again', *items[again:]])}"
     return question(draw, thinking, draw.text(f"rewrite.{kind}", **slots), ", ".join(result), working)
 
 
@@ -116,15 +123,14 @@ def fill_in(draw: Draw, thinking: bool) -> Example:
         "code": values.identifier(draw),
         "count": str(draw.between(2, 40)),
     }
+    train = draw.split == "train"
+    forms, joints = (_PIECES, _JOINTS) if train else (_PIECES[:5], _JOINTS[:5])
+    if train:
+        words = [draw.word(draw.pick(("code_word", "product", "last_name", "tag"))) for _ in range(4)]
+        facts |= zip([name for name in draw.words("column", 4) if name.isalpha()], words, strict=False)
     used = draw.sample(list(facts), draw.between(2, 4))
-    pieces = [
-        draw.pick(("{k}: <k>", "<k>", "[<k>]", "k=<k>", "#<k>"))
-        .replace("<k>", f"<{key}>")
-        .replace("k=", f"{key}=")
-        .replace("{k}", key)
-        for key in used
-    ]
-    pattern = draw.pick((" | ", "; ", " / ", ", ", " - ")).join(pieces)
+    pieces = [draw.pick(forms).replace("<k>", f"<{key}>").replace("k=", f"{key}=").replace("{k}", key) for key in used]
+    pattern = draw.pick(joints).join(pieces)
     result = pattern
     for key in used:
         result = result.replace(f"<{key}>", facts[key])
@@ -142,6 +148,13 @@ def to_json(draw: Draw, thinking: bool) -> Example:
     working = "\n".join(f"{key}: {value}" for key, value in facts.items())
     return question(draw, thinking, draw.text("rewrite.to_json", lines=lines), facts, working, "json")
 
+
+# How a value stands in a pattern, and what is between two of them; held-out patterns use the first five.
+_PIECES = (
+    *("{k}: <k>", "<k>", "[<k>]", "k=<k>", "#<k>"),
+    *("(<k>)", "<k>!", "@<k>", "{k} <k>", "+<k>", "'<k>'", "{k}/<k>", "*<k>*"),
+)
+_JOINTS = (" | ", "; ", " / ", ", ", " - ", " ", " + ", " & ", " > ", " and ", " :: ", " * ", "\n")
 
 _SHAPES: dict[str, Callable[[list[str]], str]] = {
     "bullets": lambda items: "\n".join(f"- {item}" for item in items),

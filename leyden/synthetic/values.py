@@ -1,7 +1,7 @@
 """Typed values: what a tool argument or a JSON field holds, how a person says it, and how one gets from there to here.
 
 A kind is a word of tools.toml and documents.toml: the name of a pool, or one of KINDS, or "int:LOW:HIGH",
-"enum:A:B:...", "list:POOL".
+"enum:A:B:...", "list:POOL", "counts:KEY:KEY:..." (an object of numbers).
 """
 
 import json
@@ -50,6 +50,9 @@ def sample(draw: Draw, kind: str, thinking: bool = False, today: Any = None, hin
     if name == "list":
         items = draw.words(args[0], draw.between(2, 4))
         return Value(items, listed(items))
+    if name == "counts":
+        counts = {key: draw.between(1, 99) for key in args}
+        return Value(counts, draw.pick((", ", " and ")).join(f"{key} {count}" for key, count in counts.items()))
     if name == "id":
         return _same(identifier(draw, hint))
     if name in ("minutes", "seconds", "days"):
@@ -68,8 +71,8 @@ def schema(kind: str) -> dict[str, Any]:
         return {"type": "string", "enum": args}
     if name == "list":
         return {"type": "array", "items": {"type": "string"}}
-    if name in _OBJECTS:
-        keys, item = _OBJECTS[name]
+    if name in _OBJECTS or name == "counts":
+        keys, item = _OBJECTS.get(name, (args, "integer"))
         return {"type": "object", "properties": {key: {"type": item} for key in keys}, "required": list(keys)}
     return dict(_SCHEMAS.get(name, {"type": "string"}))
 

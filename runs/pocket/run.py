@@ -15,6 +15,7 @@ What a stage has made is not made again, so the same command goes on after an in
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections import defaultdict
@@ -58,7 +59,7 @@ def full() -> Plan:
         examples=200_000,
         heldout=1_000,
         prompts=500,
-        answer_tokens=300,
+        answer_tokens=640,
         seconds=300,
         flags=(
             *("--optimizer", "muon", "--lr", "4e-3", "--warmup", "100", "--batch-tokens", "32768"),
@@ -88,22 +89,32 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a toy, to see that everything works")
     parser.add_argument("--seconds", type=float, help="of training, instead of the recipe's")
     parser.add_argument("--steps", type=int, help="of training, instead of as many as fit")
+    parser.add_argument("--config", type=Path, help="keys that replace those of config.json, to try another model")
+    parser.add_argument("--data", type=Path, help="folder of another run, whose tokenizer and data are taken")
+    parser.add_argument("--until", choices=("data", "training", "evaluation"), default="evaluation")
     arguments = parser.parse_args()
     plan, out = tiny() if arguments.tiny else full(), arguments.out
+    if arguments.config:
+        plan.config.update(json.loads(arguments.config.read_text()))
     out.mkdir(parents=True, exist_ok=True)
     start, run = out / "start", out / "run"
-    train, heldout = out / "train.safetensors", out / "heldout.safetensors"
-    stage("tokenizer", start / "config.json", lambda: make_start(plan, start))
+    data = arguments.data or out
+    train, heldout = data / "train.safetensors", data / "heldout.safetensors"
+    stage("tokenizer", start / "config.json", lambda: make_start(plan, start, arguments.data))
     stage("training data", train, lambda: make_data(plan.examples, "train", start, train))
     stage("held-out data", heldout, lambda: make_data(plan.heldout, "heldout", start, heldout))
     seconds = arguments.seconds or plan.seconds
     flags = ["--model", str(start), "--data", str(train), "--heldout", str(heldout), *plan.flags]
+    if arguments.until == "data":
+        return
     stage("speed", out / "steps.json", lambda: choose_steps(flags, seconds, arguments.steps, out / "steps.json"))
     steps = json.loads((out / "steps.json").read_text())["steps"]
     flags += ["--out", str(run), "--steps", str(steps), "--time-limit", str(1.2 * seconds)]
     flags += ["--shard-bytes", str(SHARD_BYTES)]
     with timed("training"):
         training(flags, run)
+    if arguments.until == "training":
+        return
     with timed("evaluation"):
         evaluation(plan, run, start, heldout, out)
 
@@ -134,12 +145,15 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def make_start(plan: Plan, start: Path) -> None:
+def make_start(plan: Plan, start: Path, other: Path | None) -> None:
     """A tokenizer trained on what the model will read, and the files that make the folder a checkpoint's."""
-    own_tokenizer.write(start, own_tokenizer.SMALLEST)
-    template = ChatTemplate.from_folder(start, Tokenizer.from_folder(start))
-    corpus = texts(generate(SEED, plan.tokenizer_examples), template)
-    own_tokenizer.write(start, plan.config["vocab_size"], corpus, digits=1)  # it calculates digit by digit
+    if other:
+        shutil.copytree(other / "start", start)
+    else:
+        own_tokenizer.write(start, own_tokenizer.SMALLEST)
+        template = ChatTemplate.from_folder(start, Tokenizer.from_folder(start))
+        corpus = texts(generate(SEED, plan.tokenizer_examples), template)
+        own_tokenizer.write(start, plan.config["vocab_size"], corpus, digits=1)  # it calculates digit by digit
     generation = {"bos_token_id": 1, "eos_token_id": [2, 11], "pad_token_id": 0, "do_sample": False}
     (start / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     (start / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n")

@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from leyden.synthetic import generate
-from leyden.synthetic.draw import Draw, heldout_words, phrases, pool, table
+from leyden.synthetic.draw import Draw, heldout_words, part_choices, phrases, pool, table
 
 PHRASES = [f"{section}.{key}" for section, keys in table("phrases").items() for key in keys]
 SPLIT_POOLS = [name for name, entry in table("words").items() if "shared" not in entry]
@@ -27,6 +27,72 @@ def test_templates_of_both_splits_use_the_same_slots(name):
     # a template may leave a slot out (the persona lines do), but a slot that only held-out templates have is an error
     train = set().union(*slots[: len(phrases(name, "train"))])
     assert set().union(*slots) == train
+
+
+def test_no_alternative_of_a_training_template_is_a_heldout_one():
+    """Nothing that [a|b] and {@part} can give is held out, case, blanks and punctuation aside."""
+    places = [(phrases(name, "train"), phrases(name, "heldout")) for name in PHRASES]
+    places += [(entry["train"], entry["heldout"]) for entries in table("about").values() for entry in entries]
+    found = []
+    for train, heldout in places:
+        forbidden = [bare(template) for template in heldout]
+        found += [t for t in train for text in forbidden if re.fullmatch(alternatives(t), text)]
+    assert found == []
+
+
+def bare(template):
+    return "".join(re.findall(r'[a-z0-9{}<>"]', template.lower()))
+
+
+def alternatives(template):
+    """A regular expression for every `bare` alternative of a template."""
+    while parts := re.search(r"\{@(\w+)\}", template):
+        template = f"{template[: parts.start()]}[{'|'.join(part_choices(parts[1]))}]{template[parts.end() :]}"
+    depth, pattern = 0, ""
+    for char in template:
+        depth += (char == "[") - (char == "]")
+        signs = {"[": "(?:", "]": ")", "|": "|" if depth else ""}
+        pattern += signs[char] if char in signs else re.escape(bare(char))
+    return pattern
+
+
+def test_alternatives_cover_what_is_drawn():
+    draw = Draw(0, 0, "train")
+    for name in PHRASES:
+        for template in phrases(name, "train"):
+            assert re.fullmatch(alternatives(template), bare(draw.alternative(template)))
+
+
+def test_heldout_templates_are_plain():
+    for name in PHRASES:
+        assert not any("[" in template or "{@" in template for template in phrases(name, "heldout"))
+
+
+@pytest.mark.parametrize("name", PHRASES)
+def test_training_has_many_wordings(name):
+    draw = Draw(0, 0, "train")
+    assert len({draw.text(name, **SLOTS) for _ in range(200)}) >= 25
+
+
+SLOTS = {
+    slot: f"<{slot}>" for slot in re.findall(r"\{(\w+)\}", " ".join(t for n in PHRASES for t in phrases(n, "train")))
+}
+SLOTS |= {slot[0].lower() + slot[1:]: f"<{slot}>" for slot in SLOTS}
+
+
+def test_fill_takes_alternatives_within_alternatives():
+    draw = Draw(0, 0, "train")
+    assert {draw.fill("[a|[b|c[d|]]] e") for _ in range(90)} == {"a e", "b e", "cd e", "c e"}
+
+
+def test_fill_takes_a_form_of_a_part():
+    draw = Draw(0, 0, "train")
+    texts = {draw.fill("{@Give} it") for _ in range(300)}
+    assert "Return it" in texts and len(texts) > 15
+
+
+def test_alternatives_of_values_are_left_alone():
+    assert Draw(0, 0, "train").fill("{x}", x="[a|b] {y} {@give}") == "[a|b] {y} {@give}"
 
 
 def test_vocabularies_of_the_splits_differ():
@@ -109,3 +175,21 @@ def test_fill_replaces_slots_and_alternatives():
     draw = Draw(0, 0, "train")
     texts = {draw.fill("[Hi|Hello] {name}, {Name}[| again]", name="ann") for _ in range(60)}
     assert texts == {f"{hello} ann, Ann{end}" for hello in ("Hi", "Hello") for end in ("", " again")}
+
+
+def test_examples_differ_in_how_much_is_made_up():
+    known = set(pool("code_word", "train"))
+    shares = {sum(word not in known for word in Draw(0, i, "train").words("code_word", 20)) / 20 for i in range(60)}
+    assert {0.0, 1.0} <= shares and len(shares) > 8
+
+
+def test_made_up_words_are_words_and_none_is_held_out():
+    draw = Draw(0, 1, "train")
+    words = [draw.invent() for _ in range(5000)]
+    assert all(re.fullmatch("[a-z]{3,14}", word) for word in words)
+    assert not heldout_words() & {form for word in words for form in (word, f"{word}s", word[:3], word[:4])}
+
+
+def test_nouns_of_two_words_occur_in_training():
+    drawn = {Draw(0, i, "train").word("noun") for i in range(300)} - set(pool("noun", "train"))
+    assert sum(" " in word for word in drawn) > 30

@@ -47,15 +47,26 @@ def test_an_unknown_family_is_refused():
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_family_occurs_in_both_modes(split):
-    modes = {(each["family"], each["thinking"]) for name in FAMILIES for each in generate(1, 60, split, [name])}
+    names = [name for name, family in FAMILIES.items() if split == "train" or not family.practice]
+    modes = {(each["family"], each["thinking"]) for name in names for each in generate(1, 60, split, [name])}
     always = {name for name, family in FAMILIES.items() if family.thinking == 1.0}
-    assert modes == {(name, mode) for name in FAMILIES for mode in (True, False)} - {(name, False) for name in always}
+    assert modes == {(name, mode) for name in names for mode in (True, False)} - {(name, False) for name in always}
+
+
+def test_practice_is_a_tenth_of_training_and_never_held_out():
+    practice = {name for name, family in FAMILIES.items() if family.practice}
+    share = sum(FAMILIES[name].weight for name in practice) / sum(family.weight for family in FAMILIES.values())
+    assert 0.08 < share < 0.13
+    assert not practice & {each["family"] for each in generate(2, 400, "heldout")}
+    with pytest.raises(ConfigError, match="unknown family 'echo'"):
+        next(generate(0, 1, "heldout", families=["echo"]))
 
 
 def test_shares_follow_the_weights(examples):
     counts = Counter(each["family"] for each in examples)
-    total = sum(family.weight for family in FAMILIES.values())
-    for name, family in FAMILIES.items():
+    families = {name: family for name, family in FAMILIES.items() if not family.practice or counts["echo"]}
+    total = sum(family.weight for family in families.values())
+    for name, family in families.items():
         expected = len(examples) * family.weight / total
         assert abs(counts[name] - expected) < 5 * expected**0.5 + 3
 
@@ -134,3 +145,12 @@ def test_every_sum_of_the_reasoning_is_true(examples):
                     assert eval(left.replace("x", "*")) == int(right), working
                 seen += 1
     assert seen > 300
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_request_of_a_chain_does_not_give_the_id_away(split):
+    for each in generate(4, 150, split, ["chain"]):
+        calls = [call for message in each["messages"] for call in message.get("tool_calls", [])]
+        found = next(iter(json.loads(calls[1]["function"]["arguments"]).values()))
+        request = next(message["content"] for message in each["messages"] if message["role"] == "user")
+        assert not re.search(rf"(?<!\w){re.escape(found)}(?!\w)", request), request

@@ -47,3 +47,9 @@ def test_listed():
 
 def test_defaults():
     assert [values.default(kind) for kind in ("flag", "enum:a:b", "int:2:5", "city")] == [False, "a", 2, None]
+
+
+def test_counts_are_objects_of_numbers():
+    value = values.sample(Draw(0, 0, "train"), "counts:beds:rooms")
+    assert values.schema("counts:beds:rooms")["required"] == list(value.json) == ["beds", "rooms"]
+    assert all(f"{key} {count}" in value.said for key, count in value.json.items())
