@@ -57,6 +57,11 @@ class Pool:
         self.committed = torch.zeros(shape.slots, dtype=torch.int32, device=device)
 
     @property
+    def paged(self) -> tuple[Tensor, ...]:
+        """All that a page holds: arrays [layers, 2, pages, page, ...]."""
+        return (self.kv,)
+
+    @property
     def states(self) -> tuple[Tensor, ...]:
         """All that a snapshot holds: arrays [layers, slots, ...]."""
         return self.conv, self.ssm
@@ -75,7 +80,7 @@ class Pool:
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """Content of pages `sources` to pages `targets`, both int64 [N]; all is read before anything is written."""
-        for layer in self.kv:
+        for layer in (layer for array in self.paged for layer in array):
             layer[:, targets] = layer[:, sources]
 
     def map(self, slots: Tensor, indices: Tensor, pages: Tensor) -> None:

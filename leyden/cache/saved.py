@@ -16,7 +16,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,8 +47,8 @@ def identity(model: nn.Module, pool: Pool) -> dict[str, Any]:
         some = values[:: max(1, len(values) // 61)].contiguous().cpu().view(torch.uint8).numpy().tobytes()
         weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + some)
     arrays = [(str(a.dtype), a.shape[0], *a.shape[2:]) for a in pool.states]
-    kv = (str(pool.kv.dtype), pool.kv.shape[0], *pool.kv.shape[3:])
-    return {"config": config, "weights": weights.hexdigest(), "kv": list(kv), "states": [list(a) for a in arrays]}
+    arrays += [(str(a.dtype), a.shape[0], *a.shape[3:]) for a in pool.paged]
+    return {"config": config, "weights": weights.hexdigest(), "arrays": [list(array) for array in arrays]}
 
 
 def save(folder: Path, made_with: dict[str, Any], cache: PrefixCache, pool: Pool, store: Store | None) -> None:
@@ -69,6 +70,7 @@ def save(folder: Path, made_with: dict[str, Any], cache: PrefixCache, pool: Pool
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / NAME
     new = folder / f".{NAME}.{os.getpid()}"
+    far_pages, far_states = (None, None) if store is None else (store.pages, store.states)
     digest = hashlib.blake2b(digest_size=_CHECKSUM)
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -80,9 +82,9 @@ def save(folder: Path, made_with: dict[str, Any], cache: PrefixCache, pool: Pool
             text = json.dumps(header, separators=(",", ":")).encode()
             write(_MAGIC + len(text).to_bytes(8, "little") + text)
             for block in _blocks(pages):
-                write(_bytes(_read_pages(block, pool, store)))
+                write(_bytes(_gather(block, partial(take_pages, pool), far_pages)))
             for block in _blocks(states):
-                write(_bytes(_read_states(block, pool, store)))
+                write(_bytes(_gather(block, partial(take_states, pool), far_states)))
             file.write(digest.digest())
             file.flush()
             os.fsync(file.fileno())
@@ -110,12 +112,11 @@ def load(folder: Path, made_with: dict[str, Any], cache: PrefixCache, pool: Pool
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("the saved cache %s is ignored: %s", path, error)
         return False
-    width = page_bytes(pool)
+    width = sum(page_bytes(pool))
     tails = sum(bool(tail) for _, tail, *_ in header["snapshots"])
     count = sum(parent >= 0 for parent, _ in header["nodes"]) + tails
     pages = np.memmap(path, np.uint8, "r", begin, (count, width)) if count else np.empty((0, width), np.uint8)
-    sizes = state_bytes(pool)
-    shape = (len(header["snapshots"]), sum(sizes))
+    shape = (len(header["snapshots"]), sum(state_bytes(pool)))
     states = np.memmap(path, np.uint8, "r", begin + pages.size, shape) if shape[0] else np.empty(shape, np.uint8)
 
     placed_pages, placed_states = cache.insert(header["nodes"], header["snapshots"])
@@ -127,13 +128,12 @@ def load(folder: Path, made_with: dict[str, Any], cache: PrefixCache, pool: Pool
             if far and store is not None:
                 store.pages[far] = rows[i]
     for block in _blocks(placed_states):
-        parts = torch.from_numpy(states[[row for row, _, _ in block]]).split(sizes, 1)
+        rows = torch.from_numpy(states[[row for row, _, _ in block]])
         near = [i for i, (_, slot, _) in enumerate(block) if slot]
-        put_states(pool, [block[i][1] for i in near], [part[near].contiguous().to(pool.kv.device) for part in parts])
+        put_states(pool, [block[i][1] for i in near], rows[near].to(pool.kv.device))
         for i, (_, _, far) in enumerate(block):
             if far and store is not None:
-                for array, part in zip(store.states, parts, strict=True):
-                    array[far] = part[i]
+                store.states[far] = rows[i]
     taken = len(placed_states)
     logger.info("cache read from %s: %d of %d states, %.1f s", path, taken, shape[0], _since(started))
     return taken > 0
@@ -167,24 +167,15 @@ def _blocks(entries: list[Any]) -> Iterator[list[Any]]:
         yield entries[start : start + _BLOCK]
 
 
-def _read_pages(block: list[tuple[int, int]], pool: Pool, store: Store | None) -> Tensor:
-    rows = torch.empty(len(block), page_bytes(pool), dtype=torch.uint8)
-    near = [i for i, (page, _) in enumerate(block) if page]
-    rows[near] = take_pages(pool, [block[i][0] for i in near]).cpu()
+def _gather(block: list[tuple[int, int]], take: Callable[[list[int]], Tensor], far_rows: Tensor | None) -> Tensor:
+    """Rows of (place on the device, place in the tier): one of the two is 0."""
+    near = [i for i, (place, _) in enumerate(block) if place]
+    taken = take([block[i][0] for i in near]).cpu()
+    rows = torch.empty(len(block), taken.shape[1], dtype=torch.uint8)
+    rows[near] = taken
     for i, (_, far) in enumerate(block):
-        if far and store is not None:
-            rows[i] = store.pages[far]
-    return rows
-
-
-def _read_states(block: list[tuple[int, int]], pool: Pool, store: Store | None) -> Tensor:
-    sizes = state_bytes(pool)
-    rows = torch.empty(len(block), sum(sizes), dtype=torch.uint8)
-    near = [i for i, (slot, _) in enumerate(block) if slot]
-    rows[near] = torch.cat(take_states(pool, [block[i][0] for i in near]), 1).cpu()
-    for i, (_, far) in enumerate(block):
-        if far and store is not None:
-            rows[i] = torch.cat([array[far] for array in store.states])
+        if far and far_rows is not None:
+            rows[i] = far_rows[far]
     return rows
 
 

@@ -1,7 +1,7 @@
 """The bytes of the tier: pages and states in host memory, and their way to the device and back.
 
     pages    [places, bytes of a page]: one page of all attention layers, in one piece
-    states   one array [places, bytes of a state] for each array of Pool.states
+    states   [places, bytes of a state]: one state of all Mamba layers, likewise
 
 On CUDA the memory is pinned and the transfers run on a stream of their own, behind the steps: what goes out is gathered
 on the device first, so the step may write at once to where it was; what comes in is waited for by the device alone. On
@@ -10,7 +10,7 @@ the CPU there is nothing to wait for: the tier is a second pool. Place 0 is neve
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ Pairs = Sequence[tuple[int, int]]
 
 @dataclass(slots=True)
 class Arriving:
-    """What read() took and write() puts: bytes on the device, one tensor for each kind, and their targets."""
+    """What read() took and write() puts: bytes on the device, a row each."""
 
     moves: Moves
-    outgoing: list[Tensor] = field(default_factory=list)
-    incoming: list[Tensor] = field(default_factory=list)
+    pages_out: Tensor
+    states_out: Tensor
+    pages_in: Tensor
+    states_in: Tensor
 
 
 class Store:
@@ -41,36 +43,33 @@ class Store:
         def empty(places: int, width: int) -> Tensor:
             return torch.empty(places + 1, width, dtype=torch.uint8, pin_memory=self._stream is not None)
 
-        self.pages = empty(pages, page_bytes(pool))
-        self.states = tuple(empty(slots, width) for width in state_bytes(pool))
+        self.pages = empty(pages, sum(page_bytes(pool)))
+        self.states = empty(slots, sum(state_bytes(pool)))
 
     def read(self, moves: Moves) -> Arriving:
         """Take what the moves speak of, before the step writes anything."""
-        arriving = Arriving(moves)
-        arriving.outgoing = [take_pages(self._pool, [page for page, _ in moves.pages_out])]
-        arriving.outgoing += take_states(self._pool, [slot for slot, _ in moves.states_out])
+        pages = take_pages(self._pool, [page for page, _ in moves.pages_out])
+        states = take_states(self._pool, [slot for slot, _ in moves.states_out])
         with self._aside():
-            places = [far for far, _ in moves.pages_in]
-            arriving.incoming = [self._fetch(self.pages, places)]
-            places = [far for far, _ in moves.states_in]
-            arriving.incoming += [self._fetch(states, places) for states in self.states]
-        return arriving
+            pages_in = self._fetch(self.pages, [far for far, _ in moves.pages_in])
+            states_in = self._fetch(self.states, [far for far, _ in moves.states_in])
+        return Arriving(moves, pages, states, pages_in, states_in)
 
     def write(self, arriving: Arriving) -> None:
         """Put everything in its place."""
         moves = arriving.moves
         if self._stream is not None:
+            step = torch.cuda.current_stream(self._device)
             if moves.pages_in or moves.states_in:
-                torch.cuda.current_stream(self._device).wait_stream(self._stream)
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        pages, *states = arriving.incoming
-        put_pages(self._pool, [page for _, page in moves.pages_in], pages)
-        put_states(self._pool, [slot for _, slot in moves.states_in], states)
+                step.wait_stream(self._stream)
+            for rows in (arriving.pages_in, arriving.states_in):
+                rows.record_stream(step)  # allocated on the other stream: not to be reused before this one is through
+            self._stream.wait_stream(step)
+        put_pages(self._pool, [page for _, page in moves.pages_in], arriving.pages_in)
+        put_states(self._pool, [slot for _, slot in moves.states_in], arriving.states_in)
         with self._aside():
-            pages, *states = arriving.outgoing
-            self._send(pages, self.pages, [far for _, far in moves.pages_out])
-            for taken, array in zip(states, self.states, strict=True):
-                self._send(taken, array, [far for _, far in moves.states_out])
+            self._send(arriving.pages_out, self.pages, [far for _, far in moves.pages_out])
+            self._send(arriving.states_out, self.states, [far for _, far in moves.states_out])
 
     def synchronize(self) -> None:
         """Wait until what was sent is here."""
@@ -84,8 +83,6 @@ class Store:
         rows = torch.empty(len(places), array.shape[1], dtype=torch.uint8, device=self._device)
         for start, first, count in _runs(places):
             rows[start : start + count].copy_(array[first : first + count], non_blocking=True)
-        if self._stream is not None:
-            rows.record_stream(torch.cuda.current_stream(self._device))
         return rows
 
     def _send(self, rows: Tensor, array: Tensor, places: list[int]) -> None:
@@ -95,9 +92,9 @@ class Store:
             rows.record_stream(self._stream)
 
 
-def page_bytes(pool: Pool) -> int:
-    """Bytes of one page, all layers."""
-    return pool.kv[:, :, 0].numel() * pool.kv.element_size()
+def page_bytes(pool: Pool) -> tuple[int, ...]:
+    """Bytes of one page in each array of Pool.paged."""
+    return tuple(array[:, :, 0].numel() * array.element_size() for array in pool.paged)
 
 
 def state_bytes(pool: Pool) -> tuple[int, ...]:
@@ -107,33 +104,38 @@ def state_bytes(pool: Pool) -> tuple[int, ...]:
 
 def take_pages(pool: Pool, pages: list[int]) -> Tensor:
     """Content of pages as uint8 [N, bytes of a page], on the pool's device."""
-    index = torch.tensor(pages, dtype=torch.int64, device=pool.kv.device)
-    return pool.kv[:, :, index].movedim(2, 0).contiguous().view(torch.uint8).view(len(pages), page_bytes(pool))
+    return _take(pool.paged, page_bytes(pool), pages, 2)
 
 
-def take_states(pool: Pool, slots: list[int]) -> list[Tensor]:
-    """States as uint8 [N, bytes] for each array of Pool.states."""
-    index = torch.tensor(slots, dtype=torch.int64, device=pool.kv.device)
-    taken = [array[:, index].movedim(1, 0).contiguous().view(torch.uint8) for array in pool.states]
-    return [rows.view(len(slots), width) for rows, width in zip(taken, state_bytes(pool), strict=True)]
+def take_states(pool: Pool, slots: list[int]) -> Tensor:
+    """States as uint8 [N, bytes of a state], on the pool's device."""
+    return _take(pool.states, state_bytes(pool), slots, 1)
 
 
 def put_pages(pool: Pool, pages: list[int], rows: Tensor) -> None:
     """The other way: rows as from take_pages become the content of `pages`."""
-    if pages:
-        layers, two, _, *rest = pool.kv.shape
-        index = torch.tensor(pages, dtype=torch.int64, device=pool.kv.device)
-        content = rows.view(pool.kv.dtype).view(len(pages), layers, two, *rest)
-        pool.kv[:, :, index] = content.movedim(0, 2)
+    _put(pool.paged, page_bytes(pool), pages, 2, rows)
 
 
-def put_states(pool: Pool, slots: list[int], rows: list[Tensor]) -> None:
+def put_states(pool: Pool, slots: list[int], rows: Tensor) -> None:
     """The other way: rows as from take_states become the states of `slots`."""
-    if slots:
-        index = torch.tensor(slots, dtype=torch.int64, device=pool.kv.device)
-        for array, taken in zip(pool.states, rows, strict=True):
-            layers, _, *rest = array.shape
-            array[:, index] = taken.view(array.dtype).view(len(slots), layers, *rest).movedim(0, 1)
+    _put(pool.states, state_bytes(pool), slots, 1, rows)
+
+
+def _take(arrays: tuple[Tensor, ...], widths: tuple[int, ...], numbers: list[int], dim: int) -> Tensor:
+    index = torch.tensor(numbers, dtype=torch.int64, device=arrays[0].device)
+    taken = [array.index_select(dim, index).movedim(dim, 0).contiguous().view(torch.uint8) for array in arrays]
+    return torch.cat([rows.view(len(numbers), width) for rows, width in zip(taken, widths, strict=True)], 1)
+
+
+def _put(arrays: tuple[Tensor, ...], widths: tuple[int, ...], numbers: list[int], dim: int, rows: Tensor) -> None:
+    if not numbers:
+        return
+    index = torch.tensor(numbers, dtype=torch.int64, device=arrays[0].device)
+    for array, part in zip(arrays, rows.split(widths, 1), strict=True):
+        if part.numel():
+            shape = array.movedim(dim, 0).shape[1:]
+            array.index_copy_(dim, index, part.clone().view(array.dtype).view(-1, *shape).movedim(0, dim))
 
 
 def _runs(places: list[int]) -> Iterator[tuple[int, int, int]]:
