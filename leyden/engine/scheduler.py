@@ -98,7 +98,7 @@ class Scheduler:
         self.cache = PrefixCache(slots, limits.pages, limits.page, keep=limits.prefix_caching, tier=tier)
         self._by_id: dict[str, Sequence] = {}
         self._launched: dict[int, list[_Launch]] = {}  # id of a Plan under way
-        self._pace = Pace(limits.step_tokens)
+        self._pace = Pace(limits.step_tokens, probe=2)
         self._started: dict[int, tuple[float, int, int]] = {}  # id of a Plan under way -> what Pace wants to know
         self._moved: list[tuple[Sequence, int]] = []  # page table entries that publishing changed
         self._out: list[Delta] = []  # for sequences that end outside commit

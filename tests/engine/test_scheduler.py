@@ -226,11 +226,11 @@ def test_partial_prefills_are_limited_and_short_prompts_overtake_long_ones() -> 
 
 
 def test_a_step_with_a_long_prompt_is_paced_only_where_somebody_waits() -> None:
-    for paced, most in ((True, 16), (False, 127)):
+    for paced, most in ((True, 2), (False, 127)):
         scheduler = Scheduler(limits(step_tokens=128, pages=300, max_model_len=600, paced=paced))
         device = Device(scheduler.limits)
         scheduler.add(request("long", prompt(1, 400), 40))
         assert step(scheduler, device)[0] == {"long": 128}
         scheduler.add(request("short", prompt(3, 2), 40))
         seen = [step(scheduler, device)[0] for _ in range(3)]
-        assert max(rows.get("long", 0) for rows in seen[1:]) == most
+        assert max(rows.get("long", 0) for rows in seen[1:]) == most  # the first ones are probes
