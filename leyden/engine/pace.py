@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 STRETCH = 1.7  # a step against one without the prompt; what is missing to 2 is for the clock's noise
-LEAST = 16
+LEAST = 8
 PROBES = 64  # steps with a chunk between two that measure the floor: contexts grow, streams come and go
 _TRIALS = 3  # at first; of the last ones the middle one counts
 _NEW = 0.2  # weight of a new measurement
@@ -56,7 +56,7 @@ class Pace:
             self._since = 0
         else:
             self._since += 1
-            if self._trials and chunk >= LEAST // 2:
+            if self._trials and chunk >= LEAST:
                 self._rate = _blend(self._rate, max(seconds - self._floor, 0.01 * seconds) / chunk)
                 self._last = max(LEAST, chunk)
 
