@@ -204,9 +204,10 @@ class Delta:
 
 @dataclass(slots=True)
 class Row:
-    """One sequence's share of a step: it advances by `n` tokens.
+    """One sequence's share of a step: it advances by `n` tokens, or by fewer where the last `drafts` of them are wrong.
 
-    `tokens` are the ids to feed; empty means the one sampled last, which the host may not know yet (device table).
+    `tokens` are the ids to feed; empty means the one sampled last and the drafts behind it, which the host may not know
+    yet (device tables).
     """
 
     slot: int  # index of the sequence in every device table, its state slot among them; 0 is the padding slot
@@ -215,6 +216,8 @@ class Row:
     tokens: list[int]
     sample: bool  # the row ends at the last known token: sample the next one
     targets: list[int] = field(default_factory=list)  # prompt ids that follow the row's first tokens: logprobs wanted
+    drafts: int = 0  # a row with drafts samples behind the token before them and behind each of them
+    following: int = -1  # the token after the last one, where it is known: drafters ask for it
 
 
 @dataclass(slots=True)
@@ -247,7 +250,8 @@ class Moves:
 
 @dataclass(slots=True)
 class Plan:
-    """A diff of the device tables, and the rows of the step: rows of one token first, longer ones after.
+    """A diff of the device tables, and the rows of the step: those of one token and as many drafts as the drafter
+    proposes come first, longer ones after.
 
     In this order: moves, admits, copies and pages are carried out (all of them read before any writes), the rows run,
     then snapshots are taken.
@@ -266,9 +270,10 @@ class Plan:
 class Sampled:
     """What a row of the step came to, on the host."""
 
-    token: int | None = None  # None: the row did not sample
-    logprobs: TokenLogprobs | None = None
+    tokens: list[int] = field(default_factory=list)  # the drafts that were right, and one more; none: it did not sample
+    logprobs: list[TokenLogprobs] | None = None  # one per token, if asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per Row.targets
+    drafts: list[int] = field(default_factory=list)  # proposed for its next row, -1 where there is nothing to propose
 
 
 @dataclass(slots=True, kw_only=True)
@@ -294,3 +299,5 @@ class EngineStats:
     drafts: int = 0  # drafts that were verified
     drafted_tokens: int = 0
     accepted_tokens: list[int] = field(default_factory=list)  # by their position in the draft
+    failed_drafts: int = 0  # steps for which the drafter failed, so that the next one had no drafts
+    draft_seconds: float = 0.0  # on the host, launches and failures included

@@ -170,7 +170,7 @@ def simulate(trace: Trace, limits: Limits, tokenizer: Tokenizer, template: ChatT
 
 
 def _scripted(plan: Plan, names: dict[int, str], scripts: dict[str, Iterator[int]]) -> list[Sampled]:
-    return [Sampled(next(scripts[names[row.slot]]) if row.sample else None) for row in plan.rows]
+    return [Sampled([next(scripts[names[row.slot]])] if row.sample else []) for row in plan.rows]
 
 
 def main(argv: Sequence[str]) -> int:

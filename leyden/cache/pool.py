@@ -2,15 +2,30 @@
 
 Rule of state: conv[:, slot] and ssm[:, slot] always equal the state after exactly committed[slot] tokens. Rows whose
 every token is certain (prompt tokens, single-token steps without drafts) let the mixer write the state that the scan
-ends with; commit() then moves `committed`. Nothing else moves it.
+ends with; rows with guesses leave it alone and write their inputs to `ring`, from which Nemotron.commit moves it over
+those that were right. commit() then moves `committed`. Nothing else moves it.
 """
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from leyden.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """What a drafter needs of the pool. The default is no drafter."""
+
+    width: int = 0  # most drafts per step
+    lookahead: int = 0  # positions behind the newest token whose keys it may write
+    mtp_layers: int = 0  # attention layers of its own that are like the model's: they come after those
+    layers: tuple[int, int, int] | None = None  # (layers, kv heads, head dim) of its own that are not
+
+
+NO_DRAFTER = DraftShape()
 
 
 @dataclass(frozen=True)
@@ -24,25 +39,28 @@ class PoolShape:
     kv_dtype: torch.dtype
     conv_dtype: torch.dtype
     ssm_dtype: torch.dtype
+    draft: DraftShape = NO_DRAFTER
 
     @property
     def pages_per_slot(self) -> int:
-        return -(-self.max_model_len // self.page)
+        return -(-(self.max_model_len + self.draft.lookahead) // self.page)
 
 
 class Pool:
     """Arrays of the cache, one allocation each, layers outermost.
 
     kv         [attention layers, 2, pages, page, kv heads, head dim]; [:, 0] are keys, [:, 1] values
+    draft      the same of a drafter whose keys and values have another shape; same pages. No layers: there is none
     conv       [mamba layers, slots, conv kernel - 1, conv dim]: last inputs of the convolution, oldest first
     ssm        [mamba layers, slots, heads, head dim, state size]
+    ring       [mamba layers, slots, width + 1, conv dim + heads]: inputs of the tokens of a step with drafts
     tables     int32 [slots, pages per slot]: page table of every slot, 0 where nothing is mapped yet
     committed  int32 [slots]: tokens of the sequence that the state and the KV pages hold
     """
 
     def __init__(self, config: ModelConfig, shape: PoolShape, device: torch.device | str):
         self.shape = shape
-        attention, mamba = config.pattern.count("*"), config.pattern.count("M")
+        attention, mamba = config.pattern.count("*") + shape.draft.mtp_layers, config.pattern.count("M")
 
         def empty(*size: int, dtype: torch.dtype) -> Tensor:
             # Nothing is read before it was written, and a CPU maps memory only when it is touched.
@@ -50,16 +68,20 @@ class Pool:
 
         heads, head_dim = config.num_key_value_heads, config.head_dim
         self.kv = empty(attention, 2, shape.pages, shape.page, heads, head_dim, dtype=shape.kv_dtype)
+        layers, heads, head_dim = shape.draft.layers or (0, heads, head_dim)
+        self.draft = empty(layers, 2, shape.pages, shape.page, heads, head_dim, dtype=shape.kv_dtype)
         self.conv = empty(mamba, shape.slots, config.conv_kernel - 1, config.conv_dim, dtype=shape.conv_dtype)
         state = (config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
         self.ssm = empty(mamba, shape.slots, *state, dtype=shape.ssm_dtype)
+        ring = (shape.draft.width + 1 if shape.draft.width else 0, config.conv_dim + config.mamba_num_heads)
+        self.ring = empty(mamba, shape.slots, *ring, dtype=shape.conv_dtype)
         self.tables = torch.zeros(shape.slots, shape.pages_per_slot, dtype=torch.int32, device=device)
         self.committed = torch.zeros(shape.slots, dtype=torch.int32, device=device)
 
     @property
     def paged(self) -> tuple[Tensor, ...]:
         """All that a page holds: arrays [layers, 2, pages, page, ...]."""
-        return (self.kv,)
+        return self.kv, self.draft
 
     @property
     def states(self) -> tuple[Tensor, ...]:
@@ -92,12 +114,16 @@ class Pool:
         self.committed.index_add_(0, slots, tokens)
 
     @staticmethod
-    def page_bytes(config: ModelConfig, page: int, kv_dtype: torch.dtype) -> int:
-        elements = 2 * page * config.num_key_value_heads * config.head_dim
-        return config.pattern.count("*") * elements * kv_dtype.itemsize
+    def page_bytes(config: ModelConfig, page: int, kv_dtype: torch.dtype, draft: DraftShape = NO_DRAFTER) -> int:
+        heads = (config.pattern.count("*") + draft.mtp_layers) * config.num_key_value_heads * config.head_dim
+        return 2 * page * (heads + prod(draft.layers or (0,))) * kv_dtype.itemsize
 
     @staticmethod
-    def slot_bytes(config: ModelConfig, conv_dtype: torch.dtype, ssm_dtype: torch.dtype) -> int:
+    def slot_bytes(
+        config: ModelConfig, conv_dtype: torch.dtype, ssm_dtype: torch.dtype, draft: DraftShape = NO_DRAFTER
+    ) -> int:
         conv = (config.conv_kernel - 1) * config.conv_dim * conv_dtype.itemsize
+        if draft.width:
+            conv += (draft.width + 1) * (config.conv_dim + config.mamba_num_heads) * conv_dtype.itemsize
         ssm = config.mamba_num_heads * config.mamba_head_dim * config.ssm_state_size * ssm_dtype.itemsize
         return config.pattern.count("M") * (conv + ssm)

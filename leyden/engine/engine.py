@@ -23,6 +23,7 @@ from leyden.engine.scheduler import Limits, Scheduler
 from leyden.errors import ConfigError, RequestError
 from leyden.model import checkpoint
 from leyden.model.nemotron import Nemotron
+from leyden.spec.drafter import Drafter
 from leyden.text.tokenizer import Tokenizer
 from leyden.types import Delta, EngineStats, Plan, Request, Row
 
@@ -53,9 +54,12 @@ class Engine:
         max_logprobs: int = 20,
         cache_dir: str | None = None,
         cache_save_interval: float = 0,
+        drafter: Drafter | None = None,
+        coupled: bool = False,
         **limits: Any,
     ):
-        """`tokenizer` is called when the first request with a grammar comes.
+        """`tokenizer` is called when the first request with a grammar comes. `drafter` has room in the pool if `split`
+        knows of it; `coupled`: its drafts are drawn with the noise of the tokens that they guess.
 
         With `cache_dir` the cache is read from there now, and saved at close() and every `cache_save_interval` seconds.
         """
@@ -81,6 +85,8 @@ class Engine:
                 prefix_caching=limits.pop("prefix_caching", True),
                 host_slots=split.host_slots,
                 host_pages=split.host_pages,
+                drafts=shape.draft.width,
+                lookahead=shape.draft.lookahead,
             ),
             eos_token_ids=model.config.eos_token_ids,
             quiet_eos=model.config.tokenizer_eos_id,
@@ -88,7 +94,8 @@ class Engine:
         )
         pool = Pool(model.config, shape, device)
         store = Store(pool, split.host_slots, split.host_pages) if split.host_slots else None
-        self.runner = Runner(model, pool, Sampler(shape.slots, model.config.vocab_size, device), store)
+        sampler = Sampler(shape.slots, model.config.vocab_size, device, shape.draft.width)
+        self.runner = Runner(model, pool, sampler, drafter, coupled, store)
         eos = self.config.eos_token_ids
         self.grammars = Grammars(Compiler(tokenizer, self.config.vocab_size, eos), self.config.vocab_size, eos)
         self._overlap = overlap
@@ -212,7 +219,10 @@ class Engine:
         if self._launched is None:
             return []
         (plan, output), self._launched = self._launched, None
-        return self._follow(self.scheduler.commit(plan, output.read()))
+        results = output.read()
+        deltas = self._follow(self.scheduler.commit(plan, results))
+        self.grammars.expect(plan.rows, results)
+        return deltas
 
     def _allowed(self, rows: list[Row], out: list[Delta]) -> Allowed | None:
         """What the grammars of `rows` allow now. That depends on the tokens of the step before: it is committed first,
@@ -231,7 +241,10 @@ class Engine:
         return deltas
 
     def stats(self) -> EngineStats:
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        if self.runner.drafting is not None:
+            stats.failed_drafts, stats.draft_seconds = self.runner.drafting.failures, self.runner.drafting.seconds
+        return stats
 
     def check(self) -> None:
         """Assert the sums of the cache; with nothing under way, that everything is free."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from leyden import log
 from leyden.errors import RequestError
 from leyden.text.thinking import MARKUP
 from leyden.text.tokenizer import Tokenizer
-from leyden.types import MOST_BLANKS, Admit, Delta, Grammar, Markers, Request, Row
+from leyden.types import MOST_BLANKS, Admit, Delta, Grammar, Markers, Request, Row, Sampled
 
 logger = log.get(__name__)
 
@@ -201,10 +202,18 @@ def _tags(value: Any) -> Iterator[dict[str, Any]]:
 
 @dataclass(slots=True)
 class Allowed:
-    """What may come next in some rows of a step."""
+    """What may come next in some places of a step."""
 
-    rows: list[int]  # n of the rows that sample
+    places: list[int]  # n of the places at which something is sampled
     words: Tensor  # int32 [n, ceil(V / 32)] on the host; bit i of a word is token 32 * word + i
+
+    def at(self, places: list[int]) -> "Allowed | None":
+        """The same where only these places, all different, are sampled at."""
+        rows = {place: i for i, place in enumerate(self.places)}
+        kept = [(n, rows[place]) for n, place in enumerate(places) if place in rows]
+        if not kept:
+            return None
+        return Allowed([n for n, _ in kept], self.words[[row for _, row in kept]])
 
     def unpack(self, vocab_size: int, device: torch.device) -> Tensor:
         """bool [n, V] on the device."""
@@ -220,28 +229,44 @@ class _Answer:
     matcher: Any
     markers: Markers | None  # of its thinking, while it thinks
     closed: Tensor  # words of the tokens that would end it
-    tokens: int = 0
+    tokens: int = 0  # that its matcher has accepted
     seconds: float = 0.0
 
     def take(self, ids: Iterable[int]) -> str | None:
         """Go on with tokens that were sampled; why that is impossible, if it is."""
+        started = time.thread_time()
         for id in ids:
-            if self.markers is not None:
-                if id not in self.markers.ends:
-                    continue
-                tag, self.markers = self.markers.ends[0], None
-                if id == tag:
-                    continue  # a tool call that ends thinking is a part of the answer, the tag is not
-            if self.matcher.is_terminated():
-                continue  # ignore_eos: more of the same
-            started = time.thread_time()
-            if not self.matcher.accept_token(id):
+            if not self._accept(id):
                 return f"its grammar does not allow what was sampled (token {id})"
-            self.seconds += time.thread_time() - started
-            self.tokens += 1
+        self.seconds += time.thread_time() - started
         if self.seconds > _PATIENCE + _PATIENCE_PER_TOKEN * self.tokens:
             return "its grammar is too ambiguous to be followed"
         return None
+
+    def along(self, drafts: Iterable[int]) -> Iterator[int]:
+        """Stand behind each of `drafts` in turn, as far as they are allowed; in the end, where it was."""
+        markers, tokens = self.markers, self.tokens
+        for n, id in enumerate(drafts):
+            if id < 0 or not self._accept(id):
+                break
+            yield n
+        if self.tokens > tokens:
+            self.matcher.rollback(self.tokens - tokens)
+        self.markers, self.tokens = markers, tokens
+
+    def _accept(self, id: int) -> bool:
+        if self.markers is not None:
+            if id not in self.markers.ends:
+                return True
+            tag, self.markers = self.markers.ends[0], None
+            if id == tag:
+                return True  # a tool call that ends thinking is a part of the answer, the tag is not
+        if self.matcher.is_terminated():
+            return True  # ignore_eos: more of the same
+        if not self.matcher.accept_token(id):
+            return False
+        self.tokens += 1
+        return True
 
 
 class Grammars:
@@ -254,6 +279,7 @@ class Grammars:
         self._stop_words = self._words(stop_ids)
         self._answers: dict[str, _Answer] = {}
         self._slots: dict[int, str] = {}  # the request that is, or was, in a slot
+        self._drafts: dict[int, list[int]] = {}  # what its next row brings
 
     def ready(self, request: Request) -> bool:
         """Whether `begin` would return at once. RequestError as from Compiler."""
@@ -280,6 +306,7 @@ class Grammars:
                 self._slots[a.slot] = a.request_id
             else:
                 self._slots.pop(a.slot, None)
+            self._drafts.pop(a.slot, None)
 
     def follow(self, deltas: list[Delta]) -> dict[str, str]:
         """Take in what was sampled. Gives the requests that cannot go on, with the reason."""
@@ -294,29 +321,55 @@ class Grammars:
                 lost[delta.request_id] = reason
         return lost
 
+    def expect(self, rows: Sequence[Row], results: Sequence[Sampled]) -> None:
+        """Take note of what is proposed behind rows that have a grammar."""
+        if self._answers:
+            for row, result in zip(rows, results, strict=True):
+                if row.sample and row.slot in self._slots:
+                    self._drafts[row.slot] = result.drafts
+
     def concern(self, rows: Sequence[Row]) -> bool:
         """Whether any of these rows has a grammar."""
         return bool(self._answers) and any(self._slots.get(row.slot) in self._answers for row in rows)
 
     def allowed(self, rows: Sequence[Row]) -> Allowed | None:
-        """For the rows that have a grammar; every token before the sampled one must have been given to `follow`."""
-        found = [(i, self._answers.get(self._slots.get(row.slot, ""))) for i, row in enumerate(rows)]
-        asked = [(i, answer) for i, answer in found if answer is not None]
+        """For the rows that have a grammar; every token before them must have been given to `follow`, and their drafts
+        to `expect`.
+        """
+        firsts = accumulate((row.drafts + 1 for row in rows), initial=0)
+        asked = [
+            (row, place, answer)
+            for row, place in zip(rows, firsts, strict=False)
+            if (answer := self._answers.get(self._slots.get(row.slot, ""))) is not None
+        ]
         if not asked:
             return None
-        words = torch.empty(len(asked), len(self._stop_words), dtype=torch.int32)
+        # Behind a draft that is refused it does not matter what may come.
+        words = torch.full((sum(row.drafts + 1 for row, _, _ in asked), len(self._stop_words)), -1, dtype=torch.int32)
+        places: list[int] = []
         fill = {}
-        for n, (_, answer) in enumerate(asked):
-            if answer.markers is not None:
-                words[n] = ~answer.closed
-            elif answer.matcher.is_terminated():
-                words[n] = self._stop_words
-            else:
+        for row, place, answer in asked:
+            n = len(places)
+            places += range(place, place + row.drafts + 1)
+            if not self._closed(answer, words[n]):
                 fill[n] = answer.matcher
+            for i in answer.along(self._drafts.get(row.slot, [])[: row.drafts]):
+                if not self._closed(answer, words[n + 1 + i]):
+                    answer.matcher.fill_next_token_bitmask(words, n + 1 + i)
         if fill:
             self._filler.batch_fill_next_token_bitmask(list(fill.values()), words, list(fill))
         words[~words.any(1)] = -1  # a grammar that leads nowhere: it will refuse what is sampled, whatever that is
-        return Allowed([i for i, _ in asked], words)
+        return Allowed(places, words)
+
+    def _closed(self, answer: _Answer, words: Tensor) -> bool:
+        """Fill `words` for an answer that does not follow its grammar now; False if it does."""
+        if answer.markers is not None:
+            words.copy_(~answer.closed)
+        elif answer.matcher.is_terminated():
+            words.copy_(self._stop_words)
+        else:
+            return False
+        return True
 
     @cached_property
     def _filler(self) -> Any:

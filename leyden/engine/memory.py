@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from leyden import log
-from leyden.cache.pool import Pool, PoolShape
+from leyden.cache.pool import NO_DRAFTER, DraftShape, Pool, PoolShape
 from leyden.config.engine import EngineConfig
 from leyden.config.model import ModelConfig
 from leyden.errors import ConfigError
@@ -66,8 +66,17 @@ def dtype_of(name: str, auto: torch.dtype, flag: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: str, free: int) -> Split:
+def divide(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: str,
+    free: int,
+    draft: DraftShape = NO_DRAFTER,
+) -> Split:
     """Divide `free` bytes on a device of type `device`: slots for every sequence that may run, the rest for pages.
+
+    A drafter takes a part of every slot and of every page, and a few positions behind the end of every sequence.
 
     Raises ConfigError with the numbers if not even one sequence of max_model_len fits. Where --max-model-len was not
     given, the model's own limit is lowered to what fits instead.
@@ -75,12 +84,12 @@ def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device:
     kv_dtype = dtype_of(config.kv_cache_dtype, dtype, "--kv-cache-dtype")
     ssm_auto = dtype_of(model.mamba_ssm_cache_dtype, torch.float32, "mamba_ssm_cache_dtype")
     ssm_dtype = dtype_of(config.mamba_ssm_cache_dtype, ssm_auto, "--mamba-ssm-cache-dtype")
-    page_bytes = Pool.page_bytes(model, config.block_size, kv_dtype)
-    slot_bytes = Pool.slot_bytes(model, dtype, ssm_dtype)
+    page_bytes = Pool.page_bytes(model, config.block_size, kv_dtype, draft)
+    slot_bytes = Pool.slot_bytes(model, dtype, ssm_dtype, draft)
     seqs = config.max_num_seqs or (_CUDA_SEQS if device == "cuda" else _CPU_SEQS)
     budget = config.kv_cache_memory_bytes or free
     wanted_len = config.max_model_len or model.max_position_embeddings
-    per_sequence = -(-wanted_len // config.block_size)
+    per_sequence = -(-(wanted_len + draft.lookahead) // config.block_size)
 
     if config.max_num_seqs is None:  # states must not starve the pages
         seqs = max(1, min(seqs, budget // 4 // slot_bytes - 1)) if slot_bytes else seqs
@@ -93,7 +102,7 @@ def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device:
         snapshots = max(0, min(_SNAPSHOTS * seqs, int(left * _SNAPSHOT_SHARE) // slot_bytes, spare // slot_bytes))
     room = left - snapshots * slot_bytes
     pages = room // page_bytes - 1 if page_bytes else seqs * per_sequence
-    fits = pages * config.block_size
+    fits = pages * config.block_size - draft.lookahead
     if fits < 1 or (config.max_model_len is not None and fits < wanted_len):
         most = (budget - (per_sequence + 1) * page_bytes) // slot_bytes - 1 if slot_bytes else 0
         would = [f"--max-model-len {fits} with --max-num-seqs {seqs}"] if fits >= config.block_size else []
@@ -109,7 +118,7 @@ def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device:
         logger.info("context limited to %s of %s tokens: no more fits into the cache", f"{fits:,}", f"{wanted_len:,}")
         wanted_len = fits
     # more pages than every running sequence and every snapshot could fill would never be used
-    pages = min(pages, (seqs + snapshots) * -(-wanted_len // config.block_size))
+    pages = min(pages, (seqs + snapshots) * -(-(wanted_len + draft.lookahead) // config.block_size))
     shape = PoolShape(
         slots=seqs + snapshots + 1,
         pages=pages + 1,
@@ -118,6 +127,7 @@ def divide(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device:
         kv_dtype=kv_dtype,
         conv_dtype=dtype,
         ssm_dtype=ssm_dtype,
+        draft=draft,
     )
     host_slots, host_pages = _tier(config, snapshots * slot_bytes, pages * page_bytes, slot_bytes, page_bytes)
     step = config.max_num_scheduled_tokens or config.max_num_batched_tokens

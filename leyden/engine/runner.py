@@ -1,4 +1,4 @@
-"""Runs one step on the device: apply the plan's diff, forward, sample, commit. Returns before the device is done."""
+"""Runs one step on the device: apply the plan's diff, forward, sample, commit, draft. Returns before it is done."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,21 +9,34 @@ from torch import Tensor
 from leyden.cache.pool import Pool
 from leyden.cache.store import Store
 from leyden.engine.batch import build
+from leyden.engine.drafting import Drafting
 from leyden.engine.grammar import Allowed
 from leyden.engine.graphs import Graphs
 from leyden.engine.sampler import Drawn, Sampler
 from leyden.model.nemotron import Nemotron
+from leyden.spec.drafter import Drafter
 from leyden.types import Plan, Row, Sampled, TokenLogprobs
 
 
 class Runner:
-    """The model, its pool and its sampler, all on one device."""
+    """The model, its pool, its sampler and its drafter, if there is one, all on one device."""
 
-    def __init__(self, model: Nemotron, pool: Pool, sampler: Sampler, store: Store | None = None):
+    def __init__(
+        self,
+        model: Nemotron,
+        pool: Pool,
+        sampler: Sampler,
+        drafter: Drafter | None = None,
+        coupled: bool = False,
+        store: Store | None = None,
+    ):
+        """`coupled`: drafts are drawn with the noise of the tokens that they guess, not the most likely ones. `store`
+        is the tier of host memory."""
         self.model = model
         self.pool = pool
         self.store = store
         self.sampler = sampler
+        self.drafting = None if drafter is None else Drafting(drafter, model, pool, sampler, coupled)
         self.graphs = Graphs(model, pool, sampler)
 
     @torch.inference_mode()
@@ -32,23 +45,28 @@ class Runner:
         self.apply(plan)
         rows = plan.rows
         sampling = [i for i, row in enumerate(rows) if row.sample]
-        prompt: dict[int, list[TokenLogprobs]] = {}
-        drawn = self._recorded(rows, allowed)
-        if drawn is None:
-            batch = build(rows, self.pool, self.sampler.last)
-            hidden, _ = self.model(batch.tokens, batch.context)
-            prompt = self._prompt_logprobs(plan, hidden)
+        output = StepOutput(len(rows), sampling, None, {}, None)
+        if self.drafting is None:
+            output.drawn = self._recorded(rows, allowed)
+        if output.drawn is None:
+            batch = build(rows, self.pool, self.sampler.last, self.sampler.drafts)
+            hidden, taps = self.model(batch.tokens, batch.context, self.drafting.taps if self.drafting else ())
+            output.prompt = self._prompt_logprobs(plan, hidden)
+            counts = batch.lens
             if sampling:
-                at = torch.tensor(sampling, device=hidden.device)
-                slots, ends = batch.slots[at], batch.ends[at]
-                positions = batch.context.positions[ends].long() + 1
-                logits = self.model.logits(hidden[ends])
-                rows = [rows[i] for i in sampling]
-                drawn = self.sampler.sample(rows, slots, positions, logits, allowed(rows))
-            self.pool.commit(batch.slots, batch.lens)
+                positions = batch.context.positions[batch.places].long() + 1
+                logits = self.model.logits(hidden[batch.places])
+                sampled = [rows[i] for i in sampling]
+                slots = batch.slots[batch.sampling]
+                output.drawn = self.sampler.sample(sampled, slots, positions, logits, allowed(sampled))
+                if any(row.drafts for row in rows):
+                    counts = counts.index_add(0, batch.sampling, (output.drawn.accepted - batch.drafts).int())
+            self.model.commit(batch.context, batch.slots, counts)
+            if self.drafting is not None:
+                output.drafts = self.drafting.run(rows, batch, hidden, taps, output.drawn)
         if plan.snapshots:
             self.pool.copy_states(*self._columns(plan.snapshots))
-        return StepOutput(len(plan.rows), sampling, drawn, prompt)
+        return output
 
     def _recorded(self, rows: list[Row], allowed: Callable[[list[Row]], Allowed | None]) -> Drawn | None:
         """A step of single tokens by its recording, commit included, if there is one."""
@@ -59,7 +77,7 @@ class Runner:
         drawn = None
         if constraints is None and self.sampler.plain(rows):
             if (tokens := self.graphs.tokens(len(rows))) is not None:
-                drawn = Drawn(tokens, {}, None)
+                drawn = Drawn(tokens[:, None], torch.zeros_like(tokens), {}, None)
         elif (found := self.graphs.logits(len(rows))) is not None:
             logits, positions = found
             drawn = self.sampler.sample(rows, slots.long(), positions, logits, constraints)
@@ -115,11 +133,17 @@ class StepOutput:
     sampling: list[int]  # rows that sample
     drawn: Drawn | None
     prompt: dict[int, list[TokenLogprobs]]  # row -> prompt log-probabilities
+    drafts: Tensor | None  # int64 [rows that sample, width]
 
     def read(self) -> list[Sampled]:
         """One Sampled per row of the plan. Waits for the device."""
-        results = [Sampled(prompt_logprobs=self.prompt.get(i, [])) for i in range(self.rows)]
+        results = [Sampled() for _ in range(self.rows)]
         if self.drawn is not None:
             for i, sampled in zip(self.sampling, self.drawn.read(), strict=True):
-                results[i].token, results[i].logprobs = sampled.token, sampled.logprobs
+                results[i] = sampled
+        if self.drafts is not None:
+            for i, drafts in zip(self.sampling, self.drafts.tolist(), strict=True):
+                results[i].drafts = drafts
+        for i, entries in self.prompt.items():
+            results[i].prompt_logprobs = entries
         return results

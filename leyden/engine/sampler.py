@@ -1,7 +1,10 @@
 """Sampling parameters on the device, one table row per slot, and the way from logits to the step's tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,12 +28,19 @@ class _Mask:
 
 
 class Sampler:
-    """Owns `last`, the token every slot sampled last, from which the next step reads its input on the device."""
+    """Owns what the next step reads its input from on the device: `last`, the token that every slot sampled last, and
+    `drafts`, what a drafter proposes behind it, -1 where it proposes nothing.
+    """
 
-    def __init__(self, slots: int, vocab_size: int, device: torch.device | str):
+    def __init__(self, slots: int, vocab_size: int, device: torch.device | str, width: int = 0):
+        """`width`: most drafts of a row."""
         self._vocab_size = vocab_size
         self._device = device
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.drafts = torch.full((slots, width), -1, dtype=torch.int64, device=device)
+        # Ids that end a sequence, -1 behind them, and where they begin to: known here where drafts may follow them.
+        self._stops = torch.full((slots, 1), -1, dtype=torch.int64, device=device)
+        self._open_at = torch.zeros(slots, dtype=torch.int64, device=device)
         self._budgets = Budgets(slots, vocab_size, device)
         self._floats = torch.zeros(slots, len(_COLUMNS), device=device)
         self._ints = torch.zeros(slots, 2, dtype=torch.int64, device=device)  # top_k, seed
@@ -50,9 +60,22 @@ class Sampler:
         self._floats[slots] = torch.tensor(floats, device=self._device)
         ints = [[a.params.top_k, a.seed] for a in admits]
         self._ints[slots] = torch.tensor(ints, dtype=torch.int64, device=self._device)
+        if self.drafts.shape[1]:
+            self._admit_stops(admits, slots)
         for a in admits:
             self._admit_one(a)
         self._budgets.admit(admits)
+
+    def _admit_stops(self, admits: list[Admit], slots: Tensor) -> None:
+        self.drafts[slots] = -1
+        missing = max(len(a.stop_ids) for a in admits) - self._stops.shape[1]
+        if missing > 0:
+            self._stops = torch.cat([self._stops, self._stops.new_full((len(self._stops), missing), -1)], dim=1)
+        width = self._stops.shape[1]
+        stops = [[*a.stop_ids, *[-1] * (width - len(a.stop_ids))] for a in admits]
+        self._stops[slots] = torch.tensor(stops, device=self._device)
+        open_at = [0 if a.params.grammar is not None else a.prompt_len + a.params.min_tokens for a in admits]
+        self._open_at[slots] = torch.tensor(open_at, device=self._device)
 
     def _admit_one(self, a: Admit) -> None:
         params, slot = a.params, a.slot
@@ -90,27 +113,111 @@ class Sampler:
     def sample(
         self, rows: list[Row], slots: Tensor, positions: Tensor, logits: Tensor, allowed: Allowed | None = None
     ) -> "Drawn":
-        """Sample one token for each of `rows`.
+        """Sample behind each of `rows`: the tokens that stand in the places of its drafts, as far as they are the same,
+        and one more. So every token is the one that would have been drawn without drafts, with the noise of its place.
 
-        slots int64 [S]; positions int64 [S]: where the sampled token will stand; logits fp32 [S, V], left as they are.
+        slots int64 [R]; positions int64 [P]: where the tokens will stand, row by row, for a row with n drafts n + 1 of
+        them; logits fp32 [P, V], left as they are.
         """
-        raw = logits
-        logits = self._adjust(rows, slots, positions, logits)
+        width = max(row.drafts for row in rows)
+        if not width:
+            tokens = self._one(rows, slots, positions, logits, allowed)[:, None]
+            places, accepted = torch.arange(len(rows), device=self._device)[:, None], torch.zeros_like(slots)
+            return Drawn(tokens, accepted, *self._values(rows, places, logits, tokens))
+        drafts = np.array([row.drafts for row in rows])
+        firsts = np.cumsum(drafts + 1) - drafts - 1
+        # [R, width + 1]; behind its last place a row has that one again
+        grid = firsts[:, None] + np.minimum(np.arange(width + 1), drafts[:, None])
+        places = torch.from_numpy(grid).to(self._device, non_blocking=True)
+        guesses = torch.where(places.diff(dim=1) > 0, self.drafts[slots, :width], -1)
+        begins = positions[places[:, :1]]
+        running = ~self._ends(slots, begins - 1, self.last[slots][:, None])  # nothing is right behind the end
+
+        if allowed is None and self.plain(rows):
+            of = torch.from_numpy(np.repeat(np.arange(len(rows)), drafts + 1)).to(self._device, non_blocking=True)
+            tokens = self.draw(slots[of], positions, logits)[places]
+        else:
+            tokens = self._walk(rows, slots, positions, logits, allowed, grid, guesses, running[:, 0])
+        reach = torch.arange(width + 1, device=self._device)
+        ends = self._ends(slots, begins + reach[:width], tokens[:, :width])
+        accepted = ((tokens[:, :width] == guesses) & ~ends & running).int().cumprod(1).sum(1)
+        self.last[slots] = tokens.gather(1, accepted[:, None])[:, 0]
+        values = self._values(rows, places, logits, tokens)
+        return Drawn(torch.where(reach <= accepted[:, None], tokens, -1), accepted, *values)
+
+    def _walk(
+        self,
+        rows: list[Row],
+        slots: Tensor,
+        positions: Tensor,
+        logits: Tensor,
+        allowed: Allowed | None,
+        grid: "np.ndarray[Any, Any]",
+        guesses: Tensor,
+        alive: Tensor,
+    ) -> Tensor:
+        """Place by place, because what may stand in one depends on those before it -> int64 [R, width + 1].
+
+        A row lives on, and what is kept of it changes, as long as its drafts are right.
+        """
+        tokens = torch.zeros(grid.shape, dtype=torch.int64, device=self._device)
+        for i in range(grid.shape[1]):
+            at = [r for r, row in enumerate(rows) if row.drafts >= i]
+            here = grid[at, i].tolist()
+            some = allowed.at(here) if allowed is not None else None
+            drawn = self._one([rows[r] for r in at], slots[at], positions[here], logits[here], some, alive[at])
+            tokens[at, i] = drawn
+            if i < guesses.shape[1]:
+                ends = self._ends(slots, positions[grid[:, i]][:, None], tokens[:, i, None])[:, 0]
+                alive = alive & (tokens[:, i] == guesses[:, i]) & ~ends
+        return tokens
+
+    def _one(
+        self,
+        rows: list[Row],
+        slots: Tensor,
+        positions: Tensor,
+        raw: Tensor,
+        allowed: Allowed | None,
+        alive: Tensor | None = None,
+    ) -> Tensor:
+        """One token for each of `rows`, int64 [R]; only rows that are `alive` (bool [R]) count it as theirs."""
+        logits = self._adjust(rows, slots, positions, raw)
         if allowed is not None:
             logits = _constrain(raw, logits, allowed)
         tokens = self.draw(slots, positions, logits)
-        tokens = self._budgets.apply(rows, slots, positions, self.last[slots], tokens)
-        self.last[slots] = tokens
+        before = self.last[slots]
+        tokens = self._budgets.apply(rows, slots, positions, before, tokens, alive)
+        self.last[slots] = tokens if alive is None else torch.where(alive, tokens, before)
         counted = [i for i, row in enumerate(rows) if row.slot in self._penalized]
         if counted and self._counts is not None and self._seen is not None:
-            self._counts[slots[counted], tokens[counted]] += 1
-            self._seen[slots[counted], tokens[counted]] = True
+            at = slots[counted], tokens[counted]
+            self._counts[at] += 1 if alive is None else alive[counted].int()
+            self._seen[at] = True if alive is None else self._seen[at] | alive[counted]
+        return tokens
+
+    def _values(
+        self, rows: list[Row], places: Tensor, logits: Tensor, tokens: Tensor
+    ) -> tuple[dict[int, int], tuple[Tensor, Tensor, Tensor, Tensor] | None]:
+        """What Drawn holds of log-probabilities; places and tokens [R, width + 1]."""
         wanted = {i: self._logprobs[row.slot] for i, row in enumerate(rows) if row.slot in self._logprobs}
-        values = None
-        if wanted:
-            at = list(wanted)
-            values = ops.logprobs(raw[at], tokens[at], max(wanted.values()))
-        return Drawn(tokens, wanted, values)
+        if not wanted:
+            return wanted, None
+        at = list(wanted)
+        return wanted, ops.logprobs(logits[places[at].flatten()], tokens[at].flatten(), max(wanted.values()))
+
+    def _ends(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+        """bool [R, n]: whether `tokens` at `positions` (int64 [R, n]) end the sequences in slots [R]."""
+        stops = (tokens[..., None] == self._stops[slots][:, None]).any(-1)
+        return stops & (positions >= self._open_at[slots][:, None])
+
+    def pick(self, slots: Tensor, positions: Tensor) -> Callable[[Tensor, int], Tensor]:
+        """How to draw drafts for anchors at `positions`: with the noise that the target will have in their places.
+
+        Then a draft is right most often: where target and draft are nearly of one mind, they draw the same token.
+        (Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding", 2024.)
+        """
+        return lambda logits, i: self.draw(slots, positions.long() + 1 + i, logits)
 
     def draw(self, slots: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         """int64 [S]: what temperature, min_p, top_k and top_p make of the logits."""
@@ -156,7 +263,7 @@ def _constrain(raw: Tensor, logits: Tensor, allowed: Allowed) -> Tensor:
 
     raw, logits  fp32 [S, V], before and after those wishes
     """
-    at = allowed.rows
+    at = allowed.places
     closed = ~allowed.unpack(logits.shape[1], logits.device)
     wanted = logits[at].masked_fill(closed, float("-inf"))
     nothing = wanted.amax(-1, keepdim=True) == float("-inf")
@@ -169,18 +276,21 @@ def _constrain(raw: Tensor, logits: Tensor, allowed: Allowed) -> Tensor:
 class Drawn:
     """Sampled tokens on their way to the host."""
 
-    tokens: Tensor  # int64 [S]
-    wanted: dict[int, int]  # row of the S -> k, where log-probabilities were asked for
-    values: tuple[Tensor, Tensor, Tensor, Tensor] | None  # what ops.logprobs gave for those rows
+    tokens: Tensor  # int64 [R, width + 1]: those of a row, then -1
+    accepted: Tensor  # int64 [R]: how many of them are drafts
+    wanted: dict[int, int]  # row of the R -> k, where log-probabilities were asked for
+    values: tuple[Tensor, Tensor, Tensor, Tensor] | None  # what ops.logprobs gave for all places of those rows
 
     def read(self) -> list[Sampled]:
         """Waits for the device."""
         tokens = self.tokens.tolist()
-        results = [Sampled(token) for token in tokens]
+        results = [Sampled([token for token in row if token >= 0]) for row in tokens]
         if self.values is not None:
-            entries = _entries([tokens[i] for i in self.wanted], list(self.wanted.values()), self.values)
-            for i, entry in zip(self.wanted, entries, strict=True):
-                results[i].logprobs = entry
+            width = self.tokens.shape[1]
+            ks = [k for k in self.wanted.values() for _ in range(width)]
+            entries = _entries([token for i in self.wanted for token in tokens[i]], ks, self.values)
+            for n, i in enumerate(self.wanted):
+                results[i].logprobs = entries[n * width : n * width + len(results[i].tokens)]
         return results
 
 

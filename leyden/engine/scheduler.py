@@ -3,6 +3,9 @@
 There are no phases. A sequence is (known tokens, computed tokens) and scheduling gives it some of the difference: a
 prompt chunk, the rest of a prompt and a generated token are the same thing. plan() may run ahead of commit() by one
 step; what a launched step will bring is then counted in `pending`, and the token itself is read from the device.
+
+With a drafter, a row that goes on from a sampled token takes the drafts behind it along. How many of them are right is
+known to the device, and to the host at commit(): until then `computed` and `pending` say what they may at most be.
 """
 
 import bisect
@@ -37,6 +40,8 @@ class Limits:
     host_slots: int = 0  # states and pages that host memory has room for; 0: there is no tier
     host_pages: int = 0
     snapshot_every: int = 8192  # tokens of a long prompt between two snapshots
+    drafts: int = 0  # most drafts of a row
+    lookahead: int = 0  # positions behind a row for which a drafter needs pages
 
     @property
     def long(self) -> int:
@@ -58,8 +63,10 @@ class Sequence:
     stop_ids: frozenset[int]
     tokens: list[int]  # known ids: prompt, then what was generated
     order: tuple[int, float, int]  # (priority, arrival, number): lower runs first, higher is preempted first
-    computed: int = 0  # tokens that launched steps cover
-    pending: int = 0  # tokens that launched steps will have sampled
+    computed: int = 0  # tokens that launched steps cover, if all drafts in them are right
+    pending: int = 0  # tokens that launched steps will have sampled, if all drafts in them are right
+    guesses: int = 0  # the drafts in those steps
+    drafts: int = 0  # drafts that wait on the device for its next row
     slot: int = 0  # 0: not running
     chain: Chain | None = None  # its pages, while it runs
     marks: tuple[int, ...] = ()  # lengths at which its state is to be kept, longest first
@@ -73,14 +80,14 @@ class Sequence:
 
     @property
     def todo(self) -> int:
-        """Tokens it could be given now; 0 once the launched steps bring its last token."""
+        """Tokens it could be given now, drafts included; 0 once the launched steps may bring its last token."""
         known = len(self.tokens) + self.pending
-        return 0 if known >= self.limit else known - self.computed
+        return 0 if known >= self.limit else known - self.computed + min(self.drafts, self.limit - known - 1)
 
     @property
     def prefilling(self) -> bool:
-        """Whether it has more to compute than what a generated token brings."""
-        return self.todo > 1
+        """Whether it has more to compute than the newest token and the drafts behind it."""
+        return self.todo > 1 + self.drafts
 
 
 class Scheduler:
@@ -98,13 +105,16 @@ class Scheduler:
         self.cache = PrefixCache(slots, limits.pages, limits.page, keep=limits.prefix_caching, tier=tier)
         self._by_id: dict[str, Sequence] = {}
         self._launched: dict[int, list[_Launch]] = {}  # id of a Plan under way
-        self._pace = Pace(limits.step_tokens, probe=2)
+        self._pace = Pace(limits.step_tokens, probe=2 + limits.drafts)
         self._started: dict[int, tuple[float, int, int]] = {}  # id of a Plan under way -> what Pace wants to know
         self._moved: list[tuple[Sequence, int]] = []  # page table entries that publishing changed
         self._out: list[Delta] = []  # for sequences that end outside commit
         self._numbers = 0
         self._seeds = random.Random(seed)
-        self._stats = EngineStats(slots_total=self.cache.slots, pages_total=limits.pages)
+        self._short = 1 + limits.drafts  # tokens of a row that is not a prompt's
+        self._stats = EngineStats(
+            slots_total=self.cache.slots, pages_total=limits.pages, accepted_tokens=[0] * limits.drafts
+        )
 
     def add(self, request: Request) -> None:
         """Queue a request that the engine has checked against its limits."""
@@ -165,7 +175,7 @@ class Scheduler:
         if not rows:
             return None
         self._moved = []
-        ordered = sorted(rows.items(), key=lambda item: item[1].n > 1)
+        ordered = sorted(rows.items(), key=lambda item: item[1].n > self._short)
         chunk = sum(row.n for sequence, row in ordered if sequence.prefilling)
         self._started[id(plan)] = self._pace.now(), len(ordered) - sum(s.prefilling for s in rows), chunk
         self._launched[id(plan)] = [self._launch(sequence, row, plan) for sequence, row in ordered]
@@ -205,9 +215,14 @@ class Scheduler:
         return min(n, sequence.marks[-1] - sequence.computed) if sequence.marks else n
 
     def _row(self, sequence: Sequence, n: int) -> Row:
+        drafts = n - 1 if sequence.drafts else 0  # then a single token is known, or waits on the device
         start, end = sequence.computed, sequence.computed + n
-        row = Row(sequence.slot, start, n, sequence.tokens[start:end], end == len(sequence.tokens) + sequence.pending)
-        assert len(row.tokens) in (0, n), "a row is either known to the host or on the device"
+        tokens = [] if drafts else sequence.tokens[start:end]
+        assert len(tokens) in (0, n), "a row is either known to the host or on the device"
+        row = Row(sequence.slot, start, n, tokens, end - drafts == len(sequence.tokens) + sequence.pending)
+        row.drafts = drafts
+        if not row.sample:
+            row.following = sequence.tokens[end]
         if sequence.prompt_logprobs is not None:
             row.targets = sequence.request.prompt[start + 1 : end + 1]
         return row
@@ -216,7 +231,10 @@ class Scheduler:
         assert sequence.chain is not None
         plan.rows.append(row)
         sequence.computed += row.n
-        sequence.pending += row.sample
+        sequence.guesses += row.drafts
+        if row.sample:
+            sequence.pending += 1 + row.drafts
+            sequence.drafts = self.limits.drafts
         snapshot = 0
         if sequence.marks and sequence.marks[-1] == sequence.computed:
             snapshot = self.cache.take_slot()
@@ -227,7 +245,8 @@ class Scheduler:
     def _grow(self, sequence: Sequence, n: int, plan: Plan, rows: dict[Sequence, Row]) -> bool:
         """Map the pages that n more tokens need, taking them from others if there are no free ones."""
         assert sequence.chain is not None
-        for index in range(len(sequence.chain.pages), -(-(sequence.computed + n) // self.limits.page)):
+        end = sequence.computed + n + self.limits.lookahead
+        for index in range(len(sequence.chain.pages), -(-end // self.limits.page)):
             while not self.cache.grow(sequence.chain):
                 victim = self._victim()
                 self._preempt(victim, plan)
@@ -267,7 +286,7 @@ class Scheduler:
         request, params = sequence.request, sequence.request.params
         # prompt log-probabilities need every logit of the prompt
         hit = Hit() if sequence.prompt_logprobs is not None else self.cache.match(sequence.tokens, request.cache_salt)
-        if self.running and not self.cache.room(hit, len(sequence.tokens) + 1):
+        if self.running and not self.cache.room(hit, len(sequence.tokens) + 1 + self.limits.lookahead):
             return None
         chain = self.cache.start(hit, request.cache_salt)
         slot = self.cache.take_slot() if chain is not None else 0
@@ -331,20 +350,27 @@ class Scheduler:
             self.cache.withdraw(victim.chain, victim.slot)
         plan.pages = [entry for entry in plan.pages if entry[0] != victim.slot]
         self._release(victim, keep=not entered)
-        victim.computed = 0
         heapq.heappush(self.waiting, (victim.order, victim))
         self._stats.preemptions += 1
 
-    def _release(self, sequence: Sequence, keep: bool) -> None:
-        """A sequence stops running. `keep`: its state and pages are right, and may be found again."""
-        assert sequence.chain is not None
-        if keep:
-            self.cache.park(sequence.chain, sequence.tokens, sequence.computed, sequence.slot)
+    def _release(self, sequence: Sequence, keep: bool, ended: bool = False) -> None:
+        """A sequence stops running. `keep`: its state and pages are right, and may be found again.
+
+        `ended`: with a stop token, behind which the device accepts nothing. Otherwise, with drafts under way, nobody
+        knows yet how far the state will be.
+        """
+        chain, certain = sequence.chain, sequence.computed - sequence.guesses
+        assert chain is not None
+        if keep and (ended or not sequence.guesses):
+            self.cache.park(chain, sequence.tokens, certain, sequence.slot)
         else:
-            self.cache.leave(sequence.chain)
+            if keep:
+                self.cache.publish(chain, sequence.tokens, certain)
+            self.cache.leave(chain)
             self.cache.free_slot(sequence.slot)
         self.running.remove(sequence)
         sequence.slot, sequence.chain = 0, None
+        sequence.computed = sequence.guesses = sequence.drafts = 0
 
     # committing
 
@@ -358,18 +384,34 @@ class Scheduler:
         self._stats.step_sizes[bisect.bisect_left(STEP_SIZES, tokens)] += 1
         for launch, result in zip(self._launched.pop(id(plan)), results, strict=True):
             sequence, row = launch.sequence, launch.row
-            if sequence.chain is launch.chain:
-                self._share_pages(sequence, row.start + row.n, launch.snapshot)
-            elif launch.snapshot:
+            runs = sequence.chain is launch.chain
+            if launch.snapshot and not runs:
                 self.cache.free_slot(launch.snapshot)
             if self._by_id.get(sequence.request.id) is not sequence:
                 continue  # it ended while this step ran
-            sequence.pending -= row.sample
+            self._count(row, result)
             if sequence.prompt_logprobs is not None:  # by position: a preempted prompt brings some of them twice
                 sequence.prompt_logprobs[row.start : row.start + len(row.targets)] = result.prompt_logprobs
-            if result.token is not None:
-                out.append(self._append(sequence, result.token, result.logprobs))
+            computed = row.start + row.n
+            if row.sample:
+                sequence.pending -= 1 + row.drafts
+                sequence.tokens += result.tokens
+                computed = len(sequence.tokens) - 1
+            if runs:
+                sequence.guesses -= row.drafts
+                sequence.computed -= 1 + row.drafts - len(result.tokens) if row.sample else 0
+                self._share_pages(sequence, computed, launch.snapshot)
+            if row.sample:
+                out.append(self._report(sequence, result))
         return out
+
+    def _count(self, row: Row, result: Sampled) -> None:
+        stats = self._stats
+        if row.drafts:
+            stats.drafts += 1
+            stats.drafted_tokens += row.drafts
+            for place in range(len(result.tokens) - 1):
+                stats.accepted_tokens[place] += 1
 
     def _share_pages(self, sequence: Sequence, computed: int, snapshot: int) -> None:
         chain = sequence.chain
@@ -403,19 +445,19 @@ class Scheduler:
         out, self._out = self._out, []
         return out
 
-    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> Delta:
-        request = sequence.request
-        delta = Delta(request_id=request.id, token_ids=[token], logprobs=None if logprobs is None else [logprobs])
-        if len(sequence.tokens) == sequence.prompt_len:
+    def _report(self, sequence: Sequence, result: Sampled) -> Delta:
+        """What a sequence tells of its newest tokens, and its end if they bring it: only the last one can."""
+        request, token = sequence.request, result.tokens[-1]
+        delta = Delta(request_id=request.id, token_ids=result.tokens, logprobs=result.logprobs)
+        generated = len(sequence.tokens) - sequence.prompt_len
+        if generated == len(result.tokens):
             delta.cached_tokens, delta.queued = sequence.cached, sequence.queued or 0.0
             self._stats.prompt_tokens += sequence.prompt_len
             self._stats.cached_tokens += sequence.cached
             if sequence.prompt_logprobs is not None:
                 delta.prompt_logprobs = [None, *sequence.prompt_logprobs]
                 sequence.prompt_logprobs = None
-        sequence.tokens.append(token)
-        self._stats.generated_tokens += 1
-        generated = len(sequence.tokens) - sequence.prompt_len
+        self._stats.generated_tokens += len(result.tokens)
         # a grammar that is through lets nothing but the end follow, however short the answer is
         enough = generated > request.params.min_tokens or request.params.grammar is not None
         if token in sequence.stop_ids and enough:
@@ -429,7 +471,7 @@ class Scheduler:
         assert delta.finish_reason is not None
         del self._by_id[sequence.request.id]
         if sequence.slot:
-            self._release(sequence, keep=delta.finish_reason != "error")
+            self._release(sequence, keep=delta.finish_reason != "error", ended=delta.finish_reason == "stop")
         else:
             self._unqueue(sequence)
         self._stats.finished[delta.finish_reason] = self._stats.finished.get(delta.finish_reason, 0) + 1

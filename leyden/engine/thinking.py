@@ -47,10 +47,18 @@ class Budgets:
         """Whether any of the rows has a budget."""
         return any(row.slot in self._budgeted for row in rows)
 
-    def apply(self, rows: list[Row], slots: Tensor, positions: Tensor, before: Tensor, tokens: Tensor) -> Tensor:
+    def apply(
+        self,
+        rows: list[Row],
+        slots: Tensor,
+        positions: Tensor,
+        before: Tensor,
+        tokens: Tensor,
+        alive: Tensor | None = None,
+    ) -> Tensor:
         """What stands at `positions`: the sampled `tokens`, or forced ones. `before` is what stands in front of them.
 
-        Tensors are int64 [S], one entry for each of `rows`.
+        Tensors are int64 [S], one entry for each of `rows`; rows that are not `alive` (bool [S]) stay where they are.
         """
         if not self.concern(rows):
             return tokens
@@ -63,7 +71,8 @@ class Budgets:
         ends = self._ends[number, tokens]
         due = torch.where(begins, positions + 1 + budget, torch.where(ends, FAR, due))
         cut = torch.where(begins, due + grace, torch.where(ends, FAR, cut))
-        self._slots[slots] = torch.stack((number, due, cut, budget, grace), -1)
+        after = torch.stack((number, due, cut, budget, grace), -1)
+        self._slots[slots] = after if alive is None else torch.where(alive[:, None], after, self._slots[slots])
         return tokens
 
     def _row(self, a: Admit) -> list[int]:

@@ -14,6 +14,8 @@ from leyden.ops.rows import Rows
 class Context:
     """Rows of at most width + 1 tokens come first (`narrow`), longer ones after (`wide`); either part may be empty.
 
+    All tokens of wide rows are certain. Of narrow ones the first is, and more of them may turn out to be.
+
     A mixer handles each part with one op call on its slice of the [T, ...] batch: `narrow` covers the first
     narrow.tokens tokens, `wide` the rest.
     """
@@ -31,6 +33,11 @@ class Context:
         first = rows.starts[:-1].repeat_interleave(rows.starts.diff(), output_size=rows.tokens)
         positions = torch.arange(rows.tokens, dtype=torch.int32, device=device) - first
         return cls(narrow=none, wide=rows, positions=positions)
+
+    @property
+    def guesses(self) -> bool:
+        """Whether narrow rows leave their states where they are until it is known how far they are right."""
+        return len(self.narrow.lens) < self.narrow.tokens
 
     def parts(self) -> list[tuple[slice, Rows, bool]]:
         """(tokens of the part, its rows, narrow?) of the parts that are not empty."""

@@ -40,31 +40,34 @@ class Mamba(nn.Module):
         self.out_proj = Weight(config.hidden_size, inner, dtype=dtype)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        """x [T, H] -> [T, H]; the states of the rows move to the end of the rows."""
+        """x [T, H] -> [T, H]; the states of the rows move to the end of the rows, but for guesses: those wait."""
         projected = ops.linear(x, self.in_proj)
         conv, ssm = (ctx.pool.conv[self.index], ctx.pool.ssm[self.index]) if ctx.pool else (None, None)
-        mixed = [
-            (self._step if narrow else self._scan)(projected[span], conv, ssm, rows)
-            for span, rows, narrow in ctx.parts()
-        ]
+        mixed = []
+        for span, rows, narrow in ctx.parts():
+            if not narrow:
+                mixed.append(self._scan(projected[span], conv, ssm, rows))
+                continue
+            assert ctx.pool is not None
+            layer = (*self._recurrence, self.norm.weight, self.config.n_groups, self.norm.eps, conv, ssm)
+            if ctx.guesses:
+                mixed.append(ops.mamba_verify(projected[span], *layer, ctx.pool.ring[self.index], rows))
+            else:
+                mixed.append(ops.mamba_step(projected[span], *layer, rows))
         return ops.linear(joined(mixed), self.out_proj)
 
-    def _step(self, projected: Tensor, conv: Tensor | None, ssm: Tensor | None, rows: Rows) -> Tensor:
-        return ops.mamba_step(
-            projected,
-            self.conv1d.weight[:, 0],
-            self.conv1d.bias,
-            self.A_log,
-            self.D,
-            self.dt_bias,
-            self.config.time_step_limit,
-            self.norm.weight,
-            self.config.n_groups,
-            self.norm.eps,
-            conv,
-            ssm,
-            rows,
-        )
+    def replay(self, ctx: Context, counts: Tensor) -> None:
+        """Move the states of the narrow rows, which waited, over the first counts (int [R]) tokens of each."""
+        pool, rows = ctx.pool, ctx.narrow
+        assert pool is not None
+        layer = (pool.conv[self.index], pool.ssm[self.index], pool.ring[self.index])
+        ops.mamba_replay(*self._recurrence, self.config.n_groups, *layer, rows.slots, rows.past, counts)
+
+    @property
+    def _recurrence(self) -> tuple[Tensor | None | tuple[float, float], ...]:
+        """The parameters of convolution and scan, in the order in which the ops take them."""
+        conv, limit = self.conv1d, self.config.time_step_limit
+        return conv.weight[:, 0], conv.bias, self.A_log, self.D, self.dt_bias, limit
 
     def _scan(self, projected: Tensor, conv: Tensor | None, ssm: Tensor | None, rows: Rows) -> Tensor:
         config = self.config

@@ -106,6 +106,18 @@ class Nemotron(nn.Module):
         """
         return _through(self.backbone.layers, self.backbone.norm_f, self.embed(tokens), ctx, taps)
 
+    def commit(self, ctx: Context, slots: Tensor, counts: Tensor) -> None:
+        """The first `counts` (int32 [R]) tokens of each row of ctx are right; `slots` int64 [R] are those of the rows.
+
+        This is where sequences move on: states over guesses that were right, and the pool's count of tokens.
+        """
+        assert ctx.pool is not None
+        if ctx.guesses:
+            for layer in cast(Iterable[Layer], self.backbone.layers):
+                if isinstance(layer.mixer, Mamba):
+                    layer.mixer.replay(ctx, counts[: len(ctx.narrow.lens)])
+        ctx.pool.commit(slots, counts)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """int [T] -> [T, H]"""
         return ops.embed(tokens, self.backbone.embeddings)

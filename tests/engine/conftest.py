@@ -1,9 +1,10 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from leyden.cache.pool import PoolShape
+from leyden.cache.pool import DraftShape, PoolShape
 from leyden.config.model import ModelConfig
 from leyden.engine.engine import Engine
 from leyden.engine.memory import Split
@@ -33,10 +34,10 @@ TINY = ModelConfig(
 )
 
 
-def tiny(seed: int = 0, dtype: torch.dtype = torch.float32) -> Nemotron:
+def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, mtp: bool = False) -> Nemotron:
     """TINY with random weights that make lively answers."""
     torch.manual_seed(seed)
-    model = Nemotron(TINY, dtype)
+    model = Nemotron(replace(TINY, num_nextn_predict_layers=int(mtp)), dtype, mtp=mtp)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("A_log"):
@@ -67,8 +68,12 @@ def engine(
     max_model_len=512,
     step_tokens=64,
     host=(0, 0),
+    drafter=None,
     **options,
 ) -> Engine:
+    draft = DraftShape()
+    if drafter is not None:
+        draft = DraftShape(drafter.width, drafter.lookahead, mtp_layers=int(model.mtp is not None))
     shape = PoolShape(
         slots=seqs + snapshots + 1,
         pages=pages + 1,
@@ -77,9 +82,10 @@ def engine(
         kv_dtype=torch.float32,
         conv_dtype=torch.float32,
         ssm_dtype=torch.float32,
+        draft=draft,
     )
     split = Split(shape, seqs, step_tokens, 0, 0, host_slots=host[0], host_pages=host[1])
-    return Engine(model, split, **options)
+    return Engine(model, split, drafter=drafter, **options)
 
 
 def oracle(model: Nemotron, prompt: list[int], n: int) -> list[int]:

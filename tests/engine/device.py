@@ -18,12 +18,17 @@ def expected(request: Request) -> list[int]:
     tokens = list(request.prompt)
     for _ in range(request.params.max_tokens or 0):
         tokens.append(rule(tokens))
+        if tokens[-1] in request.params.stop_token_ids:
+            break
     return tokens[len(request.prompt) :]
 
 
 @dataclass
 class Device:
-    """Keeps what every KV page holds, token by token, as the page tables map them."""
+    """Keeps what every KV page holds, token by token, as the page tables map them.
+
+    Its drafts are right for 0, 1, 2 ... tokens, as the length of the sequence has it.
+    """
 
     limits: Limits
     pages: dict[int, dict[int, int]] = field(default_factory=dict)  # page -> offset -> token
@@ -33,12 +38,16 @@ class Device:
     far_pages: dict[int, dict[int, int]] = field(default_factory=dict)  # the same in host memory
     far_state: dict[int, list[int]] = field(default_factory=dict)
     moved: int = 0
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    stops: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    following: dict[int, int] = field(default_factory=dict)
 
     def run(self, plan: Plan) -> list[Sampled]:
         page = self.limits.page
         assert sum(row.n for row in plan.rows) <= self.limits.step_tokens
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot appears twice in a step"
-        assert [row.n > 1 for row in plan.rows] == sorted(row.n > 1 for row in plan.rows), "short rows come first"
+        long = [row.n > 1 + self.limits.drafts for row in plan.rows]
+        assert long == sorted(long), "short rows come first"
         moves = plan.moves or Moves()
         pages_in = [(target, dict(self.far_pages[far])) for far, target in moves.pages_in]
         states_in = {slot: list(self.far_state[far]) for far, slot in moves.states_in}
@@ -58,6 +67,9 @@ class Device:
             state = states_in.pop(admit.slot, state)
             assert len(state) == admit.computed, "the state is not the one the plan speaks of"
             self.state[admit.slot], self.tables[admit.slot] = state, {}
+            self.stops[admit.slot] = admit.stop_ids
+            self.drafts.pop(admit.slot, None)
+            self.following.pop(admit.slot, None)
         assert not states_in, "a state came for nobody"
         for (_, target), content in zip(plan.copies, contents, strict=True):
             self.pages[target] = content
@@ -66,21 +78,46 @@ class Device:
             self.tables[slot][index] = number
         results = []
         for row in plan.rows:
-            tokens = row.tokens or [self.last[row.slot]]
+            slot, seen, table = row.slot, self.state[row.slot], self.tables[row.slot]
+            tokens = row.tokens or [self.last[slot], *self.drafts.get(slot, [])[: row.drafts]]
             assert len(tokens) == row.n
-            seen, table = self.state[row.slot], self.tables[row.slot]
-            assert row.start == len(seen)
-            for token in tokens:
-                self.pages.setdefault(table[len(seen) // page], {})[len(seen) % page] = token
-                seen.append(token)
+            assert row.start >= len(seen) if self.limits.drafts and not row.tokens else row.start == len(seen)
+            assert self.following.pop(slot, tokens[0]) == tokens[0], "another token follows than was said"
+            if not row.sample:
+                self.following[slot] = row.following
+            whole = seen + tokens
+            for at in range(len(seen), len(whole)):
+                self.pages.setdefault(table[at // page], {})[at % page] = whole[at]
+            # what the target draws behind the token before the drafts, and behind each of them that is right
+            places = range(row.n - row.drafts, row.n + 1) if row.sample else ()
+            drawn = [rule(seen + tokens[:n]) for n in places]
+            right = 0
+            if tokens[0] not in self.stops[slot] or not row.drafts:
+                while right < row.drafts and drawn[right] == tokens[1 + right] and drawn[right] not in self.stops[slot]:
+                    right += 1
+            seen += tokens[: row.n - row.drafts + right]
             cached = [self.pages[table[i // page]][i % page] for i in range(len(seen))]
             assert cached == seen, "another sequence wrote into this one's pages"
             if row.sample:
-                self.last[row.slot] = rule(seen)
-            results.append(Sampled(self.last[row.slot] if row.sample else None))
+                self.last[slot] = drawn[right]
+                self._propose(slot, table)
+            results.append(Sampled(drawn[: right + 1]))
         for slot, target in plan.snapshots:
             self.state[target] = list(self.state[slot])
         return results
+
+    def _propose(self, slot: int, table: dict[int, int]) -> None:
+        """Drafts for the next row; the drafter writes keys of its own behind the newest token."""
+        seen, page = self.state[slot], self.limits.page
+        guess = [*seen, self.last[slot]]
+        for _ in range(self.limits.drafts):
+            guess.append(rule(guess))
+        drafts = guess[len(seen) + 1 :]
+        for i in range(len(seen) % (self.limits.drafts + 1), self.limits.drafts):
+            drafts[i] = (drafts[i] + 1) % 50
+        self.drafts[slot] = drafts
+        for at in range(len(seen), len(seen) + self.limits.lookahead):
+            self.pages.setdefault(table[at // page], {})[at % page] = -1
 
 
 def drive(

@@ -17,6 +17,7 @@ from leyden.errors import RequestError
 from leyden.testing import tokenizer as testing_tokenizer
 from leyden.text.tokenizer import Tokenizer
 from leyden.types import Grammar, Markers, Request, SamplingParams, Thinking
+from tests.engine import drafters
 from tests.engine.conftest import TINY, engine, run, tiny
 
 OPEN, END, CALL, EOS = 12, 13, 14, 11
@@ -390,3 +391,29 @@ def test_aborts_and_failing_steps_leave_nothing_behind(model, tokenizer, monkeyp
     monkeypatch.undo()
     worker.check()
     assert answers(worker, [(0, request("c", JSON))])["c"][1] == "stop"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("rule", [drafters.perfect, drafters.half, drafters.garbage], ids=lambda rule: rule.__name__)
+def test_p29_drafts_within_a_grammar(model, tokenizer, rule, overlap):
+    """Every draft place has its mask, nothing follows the end, and a refused draft is like any wrong one."""
+    draw = random.Random(3)
+    requests = []
+    for n in range(10):
+        prompt = [draw.randrange(32, 500) for _ in range(draw.randrange(1, 30))]
+        grammar = draw.choice((JSON, Grammar("regex", "[a-z ]{20,40}"), None))
+        more = draw.choice(({}, {"thinking": THINKING, "thinking_token_budget": 9}, {"temperature": 0}))
+        more = more | draw.choice(({}, {"min_tokens": 50}, {"presence_penalty": 1.0}, {"logprobs": 2}))
+        requests.append(request(f"{n}", grammar, prompt, seed=n, max_tokens=60, **more))
+    alone = run(engine(model, tokenizer=lambda: tokenizer), [(0, r) for r in requests])
+    texts = [r.prompt + [token for delta in alone[r.id] for token in delta.token_ids] for r in requests]
+    drafter = drafters.Scripted(4, texts, rule)
+    worker = engine(model, tokenizer=lambda: tokenizer, overlap=overlap, drafter=drafter)
+    out = run(worker, [(n, r) for n, r in enumerate(requests)])
+    for r in requests:
+        got, want = ([token for delta in deltas[r.id] for token in delta.token_ids] for deltas in (out, alone))
+        assert (got, out[r.id][-1].finish_reason) == (want, alone[r.id][-1].finish_reason)
+    stats = worker.stats()
+    assert not stats.failed_drafts and sum(stats.accepted_tokens) > (0 if rule is drafters.garbage else 50)
+    if rule is drafters.perfect:
+        assert sum(stats.accepted_tokens) > 0.9 * stats.drafted_tokens
