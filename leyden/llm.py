@@ -22,6 +22,7 @@ from leyden.text.stream import TextStream
 from leyden.text.template import ChatTemplate, normalise
 from leyden.text.thinking import starts_thinking, with_thinking
 from leyden.text.tokenizer import Tokenizer
+from leyden.text.words import spellings
 from leyden.types import Request, SamplingParams, TokenLogprobs
 
 Prompt = str | Sequence[int]
@@ -140,6 +141,8 @@ class _Job:
         if params.thinking is None:
             starts = starts_thinking(ids, llm.tokenizer, default=False)
             params = with_thinking(params, ids, llm.tokenizer, starts=starts, calls=calls)
+        if params.bad_words:
+            params = replace(params, banned=[*params.banned, *spellings(params.bad_words, llm.tokenizer)])
         self.params = params
         self._marks = list(marks)
         self.output = Output(text, ids, [Completion(i) for i in range(params.n)])

@@ -19,6 +19,8 @@ STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  #
 GRAMMARS = ("json", "compact_json", "regex", "ebnf", "lark", "structural_tag")
 # White space in a row between the parts of a JSON text, where a grammar rules: some models never get out of it.
 MOST_BLANKS = 16
+MAX_PATTERN = 1024  # tokens of a pattern that an answer is searched for after each of its tokens
+MAX_LOGPROB_IDS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,34 @@ class Thinking:
     spent: int = 0  # tokens of thinking that are in the prompt already
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repetition:
+    """An answer ends when its last tokens are one pattern, `min_count` times in a row."""
+
+    max_pattern_size: int = 0  # tokens; 0: answers may repeat themselves
+    min_pattern_size: int = 0  # 0 means 1
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_pattern_size <= self.max_pattern_size <= MAX_PATTERN:
+            raise RequestError(
+                "repetition_detection needs 0 <= min_pattern_size <= max_pattern_size <= "
+                f"{MAX_PATTERN}, got {self.min_pattern_size} and {self.max_pattern_size}",
+                "repetition_detection",
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            message = f"repetition_detection.min_count must be at least 2, got {self.min_count}"
+            raise RequestError(message, "repetition_detection")
+
+
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How one request wants its tokens. The defaults are neutral; a server puts generation_config.json below them.
 
-    Processing order of the logits: logit_bias and allowed_token_ids, min_tokens mask, penalties, grammar, temperature,
-    min_p, top_k, top_p. Where these leave no token at all, the grammar alone counts. The tokens that end thinking at
-    its budget are put in whatever the logits say. `stop` is searched by the text layer (the engine sees ids only).
+    Processing order of the logits: logit_bias and allowed_token_ids, min_tokens mask, penalties, banned, grammar,
+    temperature, min_p, top_k, top_p. Where these leave no token at all, the grammar alone counts. The tokens that end
+    thinking at its budget are put in whatever the logits say. The engine sees ids only: `stop` is searched, and
+    `bad_words` are turned into `banned`, by the text layer.
     """
 
     temperature: float = 1.0  # below 1e-5: greedy, ties go to the lowest id
@@ -76,6 +99,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # over prompt and generated tokens
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = field(default_factory=list)
+    banned: list[list[int]] = field(default_factory=list)  # sequences of ids that the answer must not hold
     seed: int | None = None  # None: the engine draws one
     n: int = 1  # copies; the caller sends one Request per copy
     max_tokens: int | None = 16  # None: up to the context limit
@@ -86,7 +111,9 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # None: off; k: the sampled token and the k most likely ones; -1: all
-    prompt_logprobs: int | None = None  # same, for the tokens of the prompt
+    logprob_token_ids: list[int] | None = None  # with logprobs: these tokens instead of the most likely ones
+    prompt_logprobs: int | None = None  # like logprobs, for the tokens of the prompt
+    repetition_detection: Repetition | None = None
     grammar: Grammar | None = None
     thinking_token_budget: int | None = None  # most tokens of thinking, those in the prompt included; None: no limit
     thinking_token_grace: int = 0  # tokens beyond the budget in which a line may be ended; with budget 0 there is none
@@ -121,6 +148,10 @@ class SamplingParams:
         _whole("thinking_token_grace", self.thinking_token_grace, 0)
         if any(not s for s in self.stop):
             raise RequestError("stop must not hold an empty string", "stop")
+        if any(not word for word in self.bad_words) or any(not ids for ids in self.banned):
+            raise RequestError("bad_words must not hold an empty word", "bad_words")
+        if len(self.logprob_token_ids or ()) > MAX_LOGPROB_IDS:
+            raise RequestError(f"logprob_token_ids must hold at most {MAX_LOGPROB_IDS} ids", "logprob_token_ids")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids must not be empty", "allowed_token_ids")
         if self.greedy and self.n > 1:
@@ -134,6 +165,11 @@ class SamplingParams:
     def penalized(self) -> bool:
         """Whether counts of earlier tokens are needed to process the logits."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the tokens of the answer so far are needed to go on."""
+        return self.penalized or self.budgeted or bool(self.banned)
 
     @property
     def budgeted(self) -> bool:
@@ -187,7 +223,7 @@ class TokenLogprobs:
 class Delta:
     """What one engine step brought for one request; the one with `finish_reason` is the last.
 
-    finish_reason: "stop" (end-of-sequence or stop token), "length", "abort", "error" (then `error` says why).
+    finish_reason: "stop" (end-of-sequence or stop token), "length", "repetition", "abort", "error" (`error` says why).
     stop_reason: the id of the stop token that was met; None for the end-of-sequence token itself.
     """
 
@@ -230,7 +266,7 @@ class Admit:
     seed: int
     prompt_len: int  # tokens of the prompt (min_tokens and penalties count from here)
     stop_ids: tuple[int, ...]  # ids that would end it; masked until min_tokens are there
-    tokens: list[int]  # known tokens, prompt included, if `params` need them (penalties, budget); else empty
+    tokens: list[int]  # known tokens, prompt included, if `params.looks_back`; else empty
     computed: int = 0  # tokens that are cached: the state is that of `source`
     source: int = 0  # slot to copy the state from; 0: zero state
 

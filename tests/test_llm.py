@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -38,3 +39,12 @@ def test_thinking_keeps_its_budget_and_the_grammar_comes_after_it(llm: LLM):
     assert params.thinking is None  # the caller's own are left as they are
     (answer,) = llm.chat([{"role": "user", "content": "hi"}], params, enable_thinking=False).outputs
     assert json.loads(answer.text).keys() == {"n"}
+
+
+def test_bad_words_are_never_said(llm: LLM):
+    def answer(**more: Any) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, **more)
+        return llm.generate("one", params)[0].outputs[0].token_ids
+
+    said = next(id for id in answer() if llm.tokenizer.decode([id]).isalpha())
+    assert said not in answer(bad_words=[llm.tokenizer.decode([said])])

@@ -9,16 +9,6 @@ from leyden import log
 from leyden.errors import ConfigError
 
 
-@pytest.fixture(autouse=True)
-def _restore():
-    root, ours = logging.getLogger(), logging.getLogger("leyden")
-    before = root.handlers[:], root.level, ours.level
-    yield
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
-    ours.setLevel(before[2])
-
-
 def test_level(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     assert log.level() == "INFO" and log.level("debug") == "DEBUG"

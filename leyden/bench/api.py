@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -37,6 +38,8 @@ class Result:
     tokens: int
     chunks: int  # fewer than tokens if the server could not keep up and sent several at once
     token_cpu: float
+    load: float  # average number of programs that wanted a processor in the minute before
+    processors: int
 
 
 class Connection:
@@ -137,6 +140,7 @@ async def at_once(port: int, pid: int, streams: int, tokens: int) -> tuple[int, 
 
 
 def measure(streams: int, tokens: int, requests: int, step_seconds: float) -> Result:
+    load = os.getloadavg()[0]
     with server(0.0) as (port, pid):
         nothing, _ = asyncio.run(one_by_one(port, pid, requests, "/version"))
         seconds, request_cpu = asyncio.run(one_by_one(port, pid, requests, CHAT, _body(1, stream=False)))
@@ -153,6 +157,8 @@ def measure(streams: int, tokens: int, requests: int, step_seconds: float) -> Re
         tokens=streams * tokens,
         chunks=chunks,
         token_cpu=1e6 * stream_cpu / (streams * tokens),
+        load=load,
+        processors=os.cpu_count() or 1,
     )
 
 
@@ -168,6 +174,9 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps(asdict(result)))
         return 0
+    print(
+        f"load average before: {result.load:.2f} on {result.processors} processors; above 0.5 others are measured too"
+    )
     print(f"one request after the other, one token each ({result.requests}):")
     print(f"  {result.request_p50:8.0f} µs p50, {result.request_p99:.0f} µs p99 from sending to answer")
     print(f"  {result.nothing_p50:8.0f} µs p50 for a request that does nothing")

@@ -48,10 +48,13 @@ def run(launch: Launch, started: float) -> int:
     from leyden.server import app
     from leyden.server.client import EngineClient
     from leyden.server.process import OwnProcess
+    from leyden.server.tracing import exporters
     from leyden.text.template import ChatTemplate
     from leyden.text.tokenizer import Tokenizer
 
     check_address(launch.server)
+    if launch.server.otlp_traces_endpoint:
+        exporters()  # better known now than after a minute of loading
     folder = resolve(launch.engine.model, launch.engine.revision)
     texts = resolve(launch.engine.tokenizer) if launch.engine.tokenizer else folder
     tokenizer = Tokenizer.from_folder(texts)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from leyden.config.speculative import SpeculativeConfig
 from leyden.errors import ConfigError
 
 
@@ -41,6 +42,7 @@ class EngineConfig:
     hf_overrides: dict[str, Any] = field(default_factory=dict)  # laid over config.json
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] = field(default_factory=dict)
+    speculative_config: dict[str, Any] = field(default_factory=dict)  # empty: no drafts; keys: SpeculativeConfig
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_scheduled_tokens"):
@@ -54,3 +56,9 @@ class EngineConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
         if self.block_size < 1:
             raise ConfigError(f"--block-size must be at least 1, got {self.block_size}")
+        _ = self.speculative
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """How drafts are made; None: they are not. What depends on the model is still open: settle() fills it in."""
+        return SpeculativeConfig.from_dict(self.speculative_config) if self.speculative_config else None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from leyden import log
+from leyden.config import speculative
 from leyden.config.arguments import parse
 from leyden.config.engine import EngineConfig
 from leyden.config.flags import Flag, because, shown, table
@@ -29,7 +30,6 @@ class Launch:
 
     engine: EngineConfig
     server: ServerConfig
-    speculative: dict[str, Any] | None
     log_level: str
     log_format: str
     environment: dict[str, str]
@@ -50,10 +50,10 @@ class Launch:
                 raise ConfigError(because(f"{shown(flag, given[flag.dest])} is not possible", flag.reason))
         values = _effective(flags, given)
         _check(values)
+        drafting = _speculative(given)
         return cls(
-            engine=EngineConfig(**_fields(EngineConfig, values | {"model": model})),
+            engine=EngineConfig(**_fields(EngineConfig, values | {"model": model, "speculative_config": drafting})),
             server=ServerConfig(**_fields(ServerConfig, values)),
-            speculative=_speculative(given),
             log_level=log.level(values.get("log_level")),
             log_format=values.get("log_format", "text"),
             environment={name: _word(values[dest]) for dest, name in ENVIRONMENT.items() if _says(values.get(dest))},
@@ -72,7 +72,7 @@ class Launch:
                 lines.append(because(f"{shown(flag, value)} has no effect", flag.reason))
             elif flag.cpu and device == "cpu" and value not in (flag.default, False):
                 lines.append(f"{shown(flag, value)} has no effect on a CPU: {flag.cpu}")
-        return lines
+        return lines + speculative.notes(self.engine.speculative_config)
 
 
 def _model_first(argv: Sequence[str]) -> list[str]:
@@ -120,8 +120,8 @@ def _fields(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in taken.items()}
 
 
-def _speculative(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """--speculative-config with its short forms; its keys are checked by those who draft."""
+def _speculative(given: Mapping[str, Any]) -> dict[str, Any]:
+    """--speculative-config with its short forms."""
     config = given.get("speculative_config")
     if config is not None and not isinstance(config, dict):
         raise ConfigError(f"--speculative-config: expected a JSON object, got {config!r}")
@@ -132,7 +132,7 @@ def _speculative(given: Mapping[str, Any]) -> dict[str, Any] | None:
         if key in merged:
             raise ConfigError(f"--{dest.replace('_', '-')} and --speculative-config.{key}: give one of the two")
         merged[key] = given[dest]
-    return merged or None
+    return merged
 
 
 def _check(values: Mapping[str, Any]) -> None:

@@ -71,6 +71,7 @@ class ServerConfig:
     max_log_len: int | None = None  # characters of a prompt or an answer
     log_error_stack: bool = False
     disable_log_stats: bool = False  # no line about the engine every ten seconds
+    otlp_traces_endpoint: str | None = None  # where OpenTelemetry spans go
     uvicorn_log_level: str = "info"
     disable_uvicorn_access_log: bool = False
     disable_access_log_for_endpoints: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ import torch
 
 from leyden import log
 from leyden.cache import saved
-from leyden.cache.pool import Pool
+from leyden.cache.pool import NO_DRAFTER, Pool
 from leyden.cache.store import Store
 from leyden.config.engine import EngineConfig
 from leyden.config.folder import resolve
@@ -24,6 +24,7 @@ from leyden.errors import ConfigError, RequestError
 from leyden.model import checkpoint
 from leyden.model.nemotron import Nemotron
 from leyden.spec.drafter import Drafter
+from leyden.spec.load import load
 from leyden.text.tokenizer import Tokenizer
 from leyden.types import Delta, EngineStats, Plan, Request, Row
 
@@ -116,7 +117,9 @@ class Engine:
         texts = resolve(config.tokenizer) if config.tokenizer else folder
         architecture = ModelConfig.from_folder(folder, config.hf_overrides)
         dtype = dtype_of(config.dtype, getattr(torch, architecture.dtype), "--dtype")
-        model = checkpoint.build(architecture, dtype, device)
+        drafting = config.speculative.settle(architecture, str(folder)) if config.speculative else None
+        mtp = drafting is not None and drafting.method == "mtp"
+        model = checkpoint.build(architecture, dtype, device, mtp)
         if config.load_format == "dummy":
             checkpoint.dummy(model, config.seed)
         else:
@@ -127,10 +130,14 @@ class Engine:
             and not os.getenv("OMP_NUM_THREADS")
         ):
             torch.set_num_threads(1)
-        split = divide(config, architecture, dtype, device.type, free(config, device))
+        model.eval().requires_grad_(False)
+        drafter, room = load(drafting, model) if drafting else (None, NO_DRAFTER)
+        split = divide(config, architecture, dtype, device.type, free(config, device), room)
         engine = cls(
-            model.eval().requires_grad_(False),
+            model,
             split,
+            drafter=drafter,
+            coupled=drafting is not None and drafting.draft_sample_method == "probabilistic",
             tokenizer=lambda: Tokenizer.from_folder(texts),
             overlap=device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
             max_logprobs=config.max_logprobs,
@@ -286,6 +293,8 @@ class Engine:
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids or ()),
             ("stop_token_ids", params.stop_token_ids),
+            ("logprob_token_ids", params.logprob_token_ids or ()),
+            ("bad_words", [token for word in params.banned for token in word]),
             ("thinking", (*markers.ends, *markers.forced, *markers.line_ends) if markers is not None else ()),
         ):
             if bad := [token for token in ids if not 0 <= token < vocab]:

@@ -77,7 +77,7 @@ class Runner:
         drawn = None
         if constraints is None and self.sampler.plain(rows):
             if (tokens := self.graphs.tokens(len(rows))) is not None:
-                drawn = Drawn(tokens[:, None], torch.zeros_like(tokens), {}, None)
+                drawn = Drawn(tokens[:, None], torch.zeros_like(tokens))
         elif (found := self.graphs.logits(len(rows))) is not None:
             logits, positions = found
             drawn = self.sampler.sample(rows, slots.long(), positions, logits, constraints)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from leyden import ops
+from leyden.engine.banned import Banned
 from leyden.engine.grammar import Allowed
 from leyden.engine.thinking import Budgets
 from leyden.types import Admit, Row, Sampled, TokenLogprobs
@@ -42,10 +43,12 @@ class Sampler:
         self._stops = torch.full((slots, 1), -1, dtype=torch.int64, device=device)
         self._open_at = torch.zeros(slots, dtype=torch.int64, device=device)
         self._budgets = Budgets(slots, vocab_size, device)
+        self._banned = Banned(slots, device)
         self._floats = torch.zeros(slots, len(_COLUMNS), device=device)
         self._ints = torch.zeros(slots, 2, dtype=torch.int64, device=device)  # top_k, seed
         self._masks: dict[int, _Mask] = {}
         self._logprobs: dict[int, int] = {}  # slot -> k
+        self._logprob_ids: dict[int, list[int]] = {}
         self._prompt_logprobs: dict[int, int] = {}
         self._penalized: set[int] = set()
         self._counts: Tensor | None = None  # int32 [slots, V], made when the first request asks for penalties
@@ -65,6 +68,7 @@ class Sampler:
         for a in admits:
             self._admit_one(a)
         self._budgets.admit(admits)
+        self._banned.admit(admits)
 
     def _admit_stops(self, admits: list[Admit], slots: Tensor) -> None:
         self.drafts[slots] = -1
@@ -85,6 +89,9 @@ class Sampler:
             table.pop(slot, None)
             if value is not None:
                 table[slot] = self._vocab_size if value < 0 else value
+        self._logprob_ids.pop(slot, None)
+        if params.logprob_token_ids:
+            self._logprob_ids[slot] = params.logprob_token_ids
         self._masks.pop(slot, None)
         if params.logit_bias or params.allowed_token_ids is not None or params.min_tokens:
             allowed = params.allowed_token_ids
@@ -123,7 +130,7 @@ class Sampler:
         if not width:
             tokens = self._one(rows, slots, positions, logits, allowed)[:, None]
             places, accepted = torch.arange(len(rows), device=self._device)[:, None], torch.zeros_like(slots)
-            return Drawn(tokens, accepted, *self._values(rows, places, logits, tokens))
+            return Drawn(tokens, accepted, self._values(rows, places, logits, tokens))
         drafts = np.array([row.drafts for row in rows])
         firsts = np.cumsum(drafts + 1) - drafts - 1
         # [R, width + 1]; behind its last place a row has that one again
@@ -143,7 +150,7 @@ class Sampler:
         accepted = ((tokens[:, :width] == guesses) & ~ends & running).int().cumprod(1).sum(1)
         self.last[slots] = tokens.gather(1, accepted[:, None])[:, 0]
         values = self._values(rows, places, logits, tokens)
-        return Drawn(torch.where(reach <= accepted[:, None], tokens, -1), accepted, *values)
+        return Drawn(torch.where(reach <= accepted[:, None], tokens, -1), accepted, values)
 
     def _walk(
         self,
@@ -183,12 +190,14 @@ class Sampler:
     ) -> Tensor:
         """One token for each of `rows`, int64 [R]; only rows that are `alive` (bool [R]) count it as theirs."""
         logits = self._adjust(rows, slots, positions, raw)
+        logits = self._banned.close(rows, self._banned.before(slots), logits)
         if allowed is not None:
             logits = _constrain(raw, logits, allowed)
         tokens = self.draw(slots, positions, logits)
         before = self.last[slots]
         tokens = self._budgets.apply(rows, slots, positions, before, tokens, alive)
         self.last[slots] = tokens if alive is None else torch.where(alive, tokens, before)
+        self._banned.follow(rows, slots, tokens[:, None], None if alive is None else alive.long())
         counted = [i for i, row in enumerate(rows) if row.slot in self._penalized]
         if counted and self._counts is not None and self._seen is not None:
             at = slots[counted], tokens[counted]
@@ -196,15 +205,16 @@ class Sampler:
             self._seen[at] = True if alive is None else self._seen[at] | alive[counted]
         return tokens
 
-    def _values(
-        self, rows: list[Row], places: Tensor, logits: Tensor, tokens: Tensor
-    ) -> tuple[dict[int, int], tuple[Tensor, Tensor, Tensor, Tensor] | None]:
-        """What Drawn holds of log-probabilities; places and tokens [R, width + 1]."""
+    def _values(self, rows: list[Row], places: Tensor, logits: Tensor, tokens: Tensor) -> "_Values | None":
+        """Log-probabilities of those rows that ask for them; places and tokens [R, width + 1]."""
         wanted = {i: self._logprobs[row.slot] for i, row in enumerate(rows) if row.slot in self._logprobs}
         if not wanted:
-            return wanted, None
+            return None
         at = list(wanted)
-        return wanted, ops.logprobs(logits[places[at].flatten()], tokens[at].flatten(), max(wanted.values()))
+        values = ops.logprobs(logits[places[at].flatten()], tokens[at].flatten(), max(wanted.values()))
+        asked = {i: ids for i, row in enumerate(rows) if (ids := self._logprob_ids.get(row.slot))}
+        scores = {i: logits[places[i]].log_softmax(-1)[:, ids] for i, ids in asked.items()}
+        return _Values(wanted, values, asked, scores)
 
     def _ends(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
         """bool [R, n]: whether `tokens` at `positions` (int64 [R, n]) end the sequences in slots [R]."""
@@ -228,7 +238,8 @@ class Sampler:
     def plain(self, rows: list[Row]) -> bool:
         """Whether nothing but draw() decides over these rows, and nobody wants to know log-probabilities."""
         special = self._masks.keys() | self._penalized | self._logprobs.keys()
-        return special.isdisjoint(row.slot for row in rows) and not self._budgets.concern(rows)
+        concerned = self._budgets.concern(rows) or self._banned.concern(rows)
+        return special.isdisjoint(row.slot for row in rows) and not concerned
 
     def _adjust(self, rows: list[Row], slots: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         masked = [(i, self._masks[row.slot]) for i, row in enumerate(rows) if row.slot in self._masks]
@@ -273,24 +284,37 @@ def _constrain(raw: Tensor, logits: Tensor, allowed: Allowed) -> Tensor:
 
 
 @dataclass(slots=True)
+class _Values:
+    """Log-probabilities on their way to the host, for all places of the rows that asked."""
+
+    wanted: dict[int, int]  # row of the R -> k
+    values: tuple[Tensor, Tensor, Tensor, Tensor]  # what ops.logprobs gave for their places, row after row
+    asked: dict[int, list[int]]  # row -> ids that it wants to know instead of the top
+    scores: dict[int, Tensor]  # their log-probabilities, fp32 [width + 1, ids]
+
+
+@dataclass(slots=True)
 class Drawn:
     """Sampled tokens on their way to the host."""
 
     tokens: Tensor  # int64 [R, width + 1]: those of a row, then -1
     accepted: Tensor  # int64 [R]: how many of them are drafts
-    wanted: dict[int, int]  # row of the R -> k, where log-probabilities were asked for
-    values: tuple[Tensor, Tensor, Tensor, Tensor] | None  # what ops.logprobs gave for all places of those rows
+    logprobs: _Values | None = None
 
     def read(self) -> list[Sampled]:
         """Waits for the device."""
         tokens = self.tokens.tolist()
         results = [Sampled([token for token in row if token >= 0]) for row in tokens]
-        if self.values is not None:
-            width = self.tokens.shape[1]
-            ks = [k for k in self.wanted.values() for _ in range(width)]
-            entries = _entries([token for i in self.wanted for token in tokens[i]], ks, self.values)
-            for n, i in enumerate(self.wanted):
-                results[i].logprobs = entries[n * width : n * width + len(results[i].tokens)]
+        if self.logprobs is not None:
+            found, width = self.logprobs, self.tokens.shape[1]
+            ks = [k for k in found.wanted.values() for _ in range(width)]
+            entries = _entries([token for i in found.wanted for token in tokens[i]], ks, found.values)
+            for n, i in enumerate(found.wanted):
+                own = entries[n * width : n * width + len(results[i].tokens)]
+                if i in found.asked:
+                    for entry, scores in zip(own, found.scores[i].tolist(), strict=False):
+                        entry.top_ids, entry.top_logprobs = found.asked[i], scores
+                results[i].logprobs = own
         return results
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from leyden.cache.prefix import Chain, Hit, Node, PrefixCache
 from leyden.cache.tier import Tier
 from leyden.engine.pace import Pace
+from leyden.engine.repetition import repeats
 from leyden.types import MAX_SEED, STEP_SIZES, Admit, Delta, EngineStats, Plan, Request, Row, Sampled, TokenLogprobs
 
 
@@ -310,7 +311,7 @@ class Scheduler:
                 seed=sequence.seed,
                 prompt_len=sequence.prompt_len,
                 stop_ids=tuple(sorted(sequence.stop_ids)),
-                tokens=list(sequence.tokens) if params.penalized or params.budgeted else [],
+                tokens=list(sequence.tokens) if params.looks_back else [],
                 computed=hit.length,
                 source=self.cache.restore(hit, slot),
             )
@@ -465,6 +466,10 @@ class Scheduler:
             delta.finish_reason, delta.stop_reason = "stop", token if named else None
         elif len(sequence.tokens) >= sequence.limit:
             delta.finish_reason = "length"
+        elif generated >= request.params.min_tokens and repeats(
+            sequence.tokens, sequence.prompt_len, request.params.repetition_detection
+        ):
+            delta.finish_reason = "repetition"
         return self._finish(sequence, delta) if delta.finish_reason else delta
 
     def _finish(self, sequence: Sequence, delta: Delta) -> Delta:

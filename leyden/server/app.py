@@ -33,6 +33,7 @@ from leyden.server.parsers import REASONING_PARSERS, TOOL_PARSERS
 from leyden.server.protocol import decode, error_body, invalid
 from leyden.server.service import Service, fingerprint
 from leyden.server.streaming import error_response, failure
+from leyden.server.tracing import Tracing
 from leyden.text.template import ChatTemplate
 from leyden.text.tokenizer import Tokenizer
 
@@ -52,7 +53,7 @@ def build(
 ) -> fastapi.FastAPI:
     """The application, which opens `client` when it starts and closes it when it ends.
 
-    Raises ConfigError if `config` names a parser that there is not.
+    Raises ConfigError if `config` names a parser that there is not, or wants traces that cannot be sent.
 
     model       the model as it was given: its name, unless the config has others
     defaults    sampling values of generation_config.json: see Service
@@ -64,6 +65,7 @@ def build(
     served = config.served_model_name or (model,)
     if served[0] == "*":
         served = (model, *served)
+    tracing = Tracing(config.otlp_traces_endpoint, served[0]) if config.otlp_traces_endpoint else None
     metrics = Metrics(served[0], int(client.facts["max_model_len"]))
     numbers = EngineNumbers(client, metrics)
     service = Service(
@@ -76,6 +78,7 @@ def build(
         names=served,
         root=model,
         fingerprint=fingerprint(config, client.facts),
+        traced=tracing.record if tracing is not None else None,
     )
 
     @contextlib.asynccontextmanager
@@ -86,6 +89,8 @@ def build(
         if lines is not None:
             lines.cancel()
         await client.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     app = _App(
         title="leyden",
@@ -98,6 +103,8 @@ def build(
     app.state.running = 0
     _add_errors(app, config)
     routes.add(app, service, numbers)
+    if tracing is not None:
+        app.add_middleware(tracing.around)
     hosts = config.allowed_hosts or ((*_LOOPBACK_NAMES, config.host) if config.local and not config.uds else ())
     logged = not config.disable_uvicorn_access_log and config.uvicorn_log_level in ("trace", "debug", "info")
     app.add_middleware(

@@ -194,7 +194,8 @@ class _Answer:
         """Hidden reasoning hides its tokens too."""
         if not told.logprobs or not self._body.include_reasoning:
             return None
-        return logprobs.chat(self._names, told.logprobs, self._body.top or 0)
+        top = None if self._body.logprob_token_ids else self._body.top or 0
+        return logprobs.chat(self._names, told.logprobs, top)
 
     def _token_ids(self, told: Choice | Step) -> list[int] | None:
         return told.token_ids if self._body.return_token_ids and self._body.include_reasoning else None

@@ -27,9 +27,10 @@ async def create(service: Service, body: CompletionRequest, http: HttpRequest) -
     response_id = service.response_id("cmpl-", body, http)
     requests: list[Request] = []
     limited = body.truncate_prompt_tokens is None
+    banned = await service.banned(body)
     for ids in await encode(service, body.prompts, body.add_special_tokens, limited):
         prompt = service.truncate(ids, body)
-        requests += service.requests(response_id, body, prompt, _params(service, body, prompt))
+        requests += service.requests(response_id, body, prompt, _params(service, body, prompt, banned))
     answer = _Answer(service, body, response_id, model, requests)
     if body.stream:
         run = await answer.run()
@@ -61,10 +62,10 @@ async def encode(
     return await asyncio.to_thread(encode_all)
 
 
-def _params(service: Service, body: CompletionRequest, prompt: list[int]) -> SamplingParams:
+def _params(service: Service, body: CompletionRequest, prompt: list[int], banned: list[list[int]]) -> SamplingParams:
     if body.logprobs is not None and body.logprobs < 0:
         raise RequestError(f"logprobs must be at least 0, got {body.logprobs}", "logprobs")
-    params = service.params(body, prompt, "prompt", starts_thinking(prompt, service.tokenizer, default=False))
+    params = service.params(body, prompt, "prompt", starts_thinking(prompt, service.tokenizer, default=False), banned)
     if body.echo and params.prompt_logprobs is None:
         params.prompt_logprobs = params.logprobs
     return params

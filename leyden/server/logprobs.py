@@ -32,8 +32,8 @@ class Names:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat(names: Names, tokens: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
-    """choices[].logprobs of a chat completion, with `top` alternatives per token."""
+def chat(names: Names, tokens: Sequence[TokenLogprobs], top: int | None) -> dict[str, Any]:
+    """choices[].logprobs of a chat completion, with `top` alternatives per token; None: the token itself and all."""
 
     def entry(id: int, logprob: float) -> dict[str, Any]:
         return {
@@ -44,9 +44,13 @@ def chat(names: Names, tokens: Sequence[TokenLogprobs], top: int) -> dict[str, A
 
     content = []
     for token in tokens:
-        most_likely = zip(token.top_ids[: None if top < 0 else top], token.top_logprobs, strict=False)
+        told = list(zip(token.top_ids, token.top_logprobs, strict=True))
+        if top is None:
+            told = [(token.token_id, token.logprob), *(pair for pair in told if pair[0] != token.token_id)]
+        elif top >= 0:
+            told = told[:top]
         content.append(
-            {**entry(token.token_id, token.logprob), "top_logprobs": [entry(id, value) for id, value in most_likely]}
+            {**entry(token.token_id, token.logprob), "top_logprobs": [entry(id, value) for id, value in told]}
         )
     return {"content": content}
 

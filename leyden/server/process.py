@@ -35,6 +35,7 @@ logger = log.get(__name__)
 
 GRACE = 5.0  # seconds an engine gets to close before it is killed
 SAVING = 300.0  # the same with --cache-dir: a large cache takes its time to be written
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as enums they take longer than what they are for
 
 
 class Start(msgspec.Struct):
@@ -139,7 +140,7 @@ class OwnProcess:
 
     def _readable(self) -> None:
         assert self._deliver is not None
-        while not self._events.closed and int(self._events.get(zmq.EVENTS)) & zmq.POLLIN:
+        while not self._events.closed and int(self._events.getsockopt(_EVENTS)) & _POLLIN:
             self._deliver(self._decoder.decode(self._events.recv(zmq.NOBLOCK)))
 
     def _ended(self) -> None:

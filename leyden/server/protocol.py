@@ -18,13 +18,14 @@ from typing_extensions import TypedDict  # pydantic reads the one of typing from
 
 from leyden.errors import RequestError
 from leyden.server.grammars import LEGACY, of_answer, of_tools
-from leyden.types import Grammar
+from leyden.types import MAX_LOGPROB_IDS, Grammar
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_ANSWERS = 4096  # prompts times choices
 MAX_TOOLS = 1024
 MAX_MESSAGES = 10_000
+MAX_WORDS = 1024
 
 Stop = Annotated[str, Field(max_length=1024)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -34,9 +35,6 @@ REFUSED = {
     "use_beam_search": "beam search is not supported",
     "prompt_embeds": "prompts are text or token ids",
     "suffix": "text is only continued, not filled in",
-    "bad_words": "not supported yet",
-    "logprob_token_ids": "not supported yet",
-    "repetition_detection": "not supported yet",
     "chat_template": "the server's own template is the only one it runs",
 }
 BUDGETS = (
@@ -51,6 +49,14 @@ NO_EFFECT = ("guided_decoding_backend", "guided_whitespace_pattern")
 class StreamOptions(BaseModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+class RepetitionDetection(BaseModel):
+    """Fields of leyden.types.Repetition."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
 
 
 class Sampling(BaseModel):
@@ -117,9 +123,13 @@ class Generation(Sampling):
         None, ge=0, description="tokens that thinking may take beyond its budget to end a line"
     )
     use_beam_search: bool = False
-    bad_words: list[str] | None = None
-    logprob_token_ids: list[int] | None = None
-    repetition_detection: dict[str, Any] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=MAX_WORDS)] | None = Field(None, description="never generated")
+    logprob_token_ids: list[int] | None = Field(
+        None, max_length=MAX_LOGPROB_IDS, description="tokens to tell about, instead of the most likely ones"
+    )
+    repetition_detection: RepetitionDetection | None = Field(
+        None, description="ends an answer whose last tokens are one pattern, min_count times in a row"
+    )
     structured_outputs: dict[str, Any] | None = None
 
     @model_validator(mode="before")
@@ -278,6 +288,11 @@ class CompletionRequest(Generation):
             elif _all_ids(prompt) or all(isinstance(text, str) for text in prompt):
                 return prompt
         raise ValueError("must be a text, a list of texts, a list of token ids or a list of such lists")
+
+    def check(self) -> None:
+        super().check()
+        if self.logprob_token_ids and (self.logprobs is None or self.max_tokens == 0):
+            raise RequestError("logprob_token_ids needs logprobs, and an answer", "logprob_token_ids")
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

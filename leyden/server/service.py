@@ -10,7 +10,7 @@ import itertools
 import re
 import time
 import uuid
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,8 @@ from leyden.text.stream import TextStream
 from leyden.text.template import ChatTemplate
 from leyden.text.thinking import ENDS, with_thinking
 from leyden.text.tokenizer import Tokenizer
-from leyden.types import Delta, Request, SamplingParams, TokenLogprobs
+from leyden.text.words import spellings
+from leyden.types import Delta, Repetition, Request, SamplingParams, TokenLogprobs
 
 logger = log.get(__name__)
 
@@ -42,6 +43,8 @@ _SENT = (
     "ignore_eos",
     "skip_special_tokens",
     "allowed_token_ids",
+    "bad_words",
+    "logprob_token_ids",
 )
 
 Body = ChatRequest | CompletionRequest
@@ -99,6 +102,8 @@ class Choice:
             self.finish_reason, self.stop_reason = "stop", self._text.stop
         elif delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            if delta.finish_reason == "repetition":
+                self.stop_reason = "repetition_detected"
             text += self._text.finish()
             taken = len(ids)
         step = Step(text, ids[:taken], (delta.logprobs or [])[:taken])
@@ -115,6 +120,7 @@ class Service:
                 caps what a request may ask for, stop_token_ids are added to the request's
     names       what clients may call the model, "*" for anything; the first one is that of those who do not say
     root        where the model came from, for its card
+    traced      is told of every choice that is over, and why
     """
 
     config: ServerConfig
@@ -126,6 +132,7 @@ class Service:
     names: tuple[str, ...]
     root: str
     fingerprint: str | None = None
+    traced: Callable[[Choice, str], None] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     _count: "itertools.count[int]" = field(default_factory=itertools.count)
 
@@ -177,11 +184,19 @@ class Service:
             keep = max(self.max_model_len - max(body.limit[1] or 1, 1), 1)
         return prompt[-keep:] if body.truncation_side == "left" else prompt[:keep]
 
-    def params(self, body: Body, prompt: Sequence[int], prompt_field: str, thinking: bool) -> SamplingParams:
+    async def banned(self, body: Body) -> list[list[int]]:
+        """The bad words of a request, as the engine wants them."""
+        if not body.bad_words:
+            return []
+        return await asyncio.to_thread(spellings, body.bad_words, self.tokenizer)
+
+    def params(
+        self, body: Body, prompt: Sequence[int], prompt_field: str, thinking: bool, banned: list[list[int]]
+    ) -> SamplingParams:
         """How to generate, with the model's defaults and what the context has room for.
 
-        `thinking`: the answer starts with it. Raises RequestError that names the field at fault: `prompt_field` if the
-        prompt alone is too long.
+        `thinking`: the answer starts with it; `banned`: from banned(). Raises RequestError that names the field at
+        fault: `prompt_field` if the prompt alone is too long.
         """
         values: dict[str, Any] = {name: self.defaults.get(name) for name in _DEFAULTED}
         values |= {name: value for name in _SENT if (value := getattr(body, name)) is not None}
@@ -193,12 +208,14 @@ class Service:
         self.check_vocabulary("allowed_token_ids", body.allowed_token_ids)
         self.check_vocabulary("logit_bias", body.logit_bias)
         self.check_vocabulary("stop_token_ids", body.stop_token_ids)
+        self.check_vocabulary("logprob_token_ids", body.logprob_token_ids)
         stops = dict.fromkeys(body.stop_token_ids or ())
         if not body.ignore_eos:
             stops |= dict.fromkeys(self.defaults.get("stop_token_ids", ()))
         params = SamplingParams(
             **{name: value for name, value in values.items() if value is not None},
             logit_bias={id: min(max(bias, -100.0), 100.0) for id, bias in (body.logit_bias or {}).items()},
+            banned=banned,
             seed=None if body.seed == -1 else body.seed,
             n=body.n,
             max_tokens=limit,
@@ -206,6 +223,7 @@ class Service:
             stop_token_ids=list(stops),
             logprobs=self._check_top("top_logprobs" if isinstance(body, ChatRequest) else "logprobs", body.top),
             prompt_logprobs=self._check_top("prompt_logprobs", body.prompt_logprobs),
+            repetition_detection=Repetition(**rule.model_dump()) if (rule := body.repetition_detection) else None,
             grammar=body.grammar(
                 compact=bool(self.config.structured_outputs_config.get("disable_any_whitespace")),
                 level=self.config.tool_strict_level or "auto",
@@ -244,7 +262,7 @@ class Service:
             Request(
                 id=f"{response_id}-{number:x}-{index}",
                 prompt=prompt,
-                params=replace(params, seed=seed, n=1),
+                params=params if params.n == 1 else replace(params, seed=seed, n=1),
                 priority=body.priority,
                 arrival=time.monotonic(),
                 cache_salt=body.cache_salt or "",
@@ -358,6 +376,9 @@ class Run:
             failed = self._stream.error is not None
             self._metrics.finished["error" if failed else "abort"].inc(self._running)
             self._metrics.client_aborts.inc(0 if failed else self._running)
+            for choice in self._choices.values():
+                if choice.finish_reason is None:
+                    self._trace(choice, "error" if failed else "abort")
         else:
             self._metrics.most_generated.add(max(len(choice.token_ids) for choice in self._choices.values()))
         self._running = 0
@@ -410,6 +431,11 @@ class Run:
             if tokens > 1:
                 metrics.per_token.add((choice.last - choice.first) / (tokens - 1))
         self._service.log_answer(choice)
+        self._trace(choice, choice.finish_reason or "abort")
+
+    def _trace(self, choice: Choice, reason: str) -> None:
+        if self._service.traced is not None:
+            self._service.traced(choice, reason)
 
 
 def cut(delta: Delta) -> list[Delta]:

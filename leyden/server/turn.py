@@ -83,7 +83,7 @@ async def begin(service: Service, body: ChatRequest, response_id: str, kind: str
     thinking = config.reasoning_parser is not None and starts_thinking(
         prompt, tokenizer, kwargs.get("enable_thinking") is not False
     )
-    params = service.params(body, prompt, "messages", thinking)
+    params = service.params(body, prompt, "messages", thinking, await service.banned(body))
     special = [tokenizer.id_of(text) for text in SPECIAL]
     end, call = tokenizer.id_of("</think>"), tokenizer.id_of("<tool_call>")
 

@@ -20,6 +20,8 @@ from leyden.synthetic.toolbox import (
     some_tool,
 )
 
+_TRIES = 30  # at different calls of the same tool
+
 
 def single(draw: Draw, thinking: bool) -> Example:
     """One call out of a box of one to six tools."""
@@ -31,6 +33,7 @@ def single(draw: Draw, thinking: bool) -> Example:
 
 def parallel(draw: Draw, thinking: bool) -> Example:
     """Two or three calls in one turn, of one tool or of several."""
+    used = len(draw.templates)
     setting = some_setting(draw, thinking)
     count = draw.pick((2, 2, 3))
     if draw.chance(0.5):
@@ -40,10 +43,15 @@ def parallel(draw: Draw, thinking: bool) -> Example:
     else:
         tools = box(draw, setting, [some_tool(draw, setting)], count)
     wanted: list[Call] = []
-    while len(wanted) < len(tools):
+    for _ in range(_TRIES):
         made = call(draw, tools[len(wanted)], setting, optional=0.3)
         if made.arguments not in [w.arguments for w in wanted if w.tool.name == made.tool.name]:
             wanted.append(made)
+        if len(wanted) == len(tools):
+            break
+    else:  # a tool that cannot be called in so many ways, such as one with a single flag
+        del draw.templates[used:]
+        return parallel(draw, thinking)
     asks = {f"ask{i}": made.ask for i, made in enumerate(wanted, 1)}
     text = draw.text(f"tools.parallel{count}", **asks)
     return _calling(draw, setting, wanted, text, draw.between(1, 4))

@@ -90,6 +90,8 @@ class ScriptedEngine:
         self._cases = cases or {}
         self._step_seconds = step_seconds
         self._running: dict[str, _Running] = {}
+        # Steps of the cases above, by id(), once they are known.
+        self._encoded: dict[int, list[list[int]] | None] = {id(case): None for case in self._cases.values()}
         self._stats = EngineStats()
 
     @property
@@ -159,18 +161,22 @@ class ScriptedEngine:
         return self._cases.get(f"{key} #{results}") or self._cases.get(key, Case(key))
 
     def _steps(self, case: Case, forever: bool) -> Iterator[list[int]]:
-        if case.steps is not None:
-            steps = case.steps
-        else:
-            ends = [0, *itertools.accumulate(case.chunks)]
-            pieces = [case.text[start:end] for start, end in itertools.pairwise(ends)]
-            steps = [self._tokenizer.encode(piece) for piece in pieces if piece]
-            steps += [[id] for id in self._tokenizer.encode(case.text[ends[-1] :])]
+        steps = self._encoded.get(id(case)) or self._encode(case)
+        if id(case) in self._encoded:
+            self._encoded[id(case)] = steps
         if forever:
             yield from itertools.cycle(steps or [[self._tokenizer.eos_token_id]])
         yield from steps
         if case.finish_reason == "stop":
             yield [self._tokenizer.eos_token_id]
+
+    def _encode(self, case: Case) -> list[list[int]]:
+        if case.steps is not None:
+            return case.steps
+        ends = [0, *itertools.accumulate(case.chunks)]
+        pieces = [case.text[start:end] for start, end in itertools.pairwise(ends)]
+        steps = [self._tokenizer.encode(piece) for piece in pieces if piece]
+        return steps + [[id] for id in self._tokenizer.encode(case.text[ends[-1] :])]
 
     def _advance(self, running: _Running) -> Delta:
         params = running.request.params
@@ -201,6 +207,9 @@ class ScriptedEngine:
         self._stats.generated_tokens += len(delta.token_ids)
         if params.logprobs is not None:
             delta.logprobs = [self._logprobs(id, params.logprobs, -0.25, -2.0) for id in delta.token_ids]
+            for entry in delta.logprobs if params.logprob_token_ids else ():
+                entry.top_ids = list(params.logprob_token_ids or ())
+                entry.top_logprobs = [-0.25 if id == entry.token_id else -3.0 for id in entry.top_ids]
         return delta
 
     def _logprobs(self, id: int, top: int, best: float, second: float) -> TokenLogprobs:

@@ -4,6 +4,7 @@ Only the server's template is ever run, in a sandbox. What a client sends is dat
 special token inside a message, a tool definition or a tool result into that token, so nobody can forge a turn.
 """
 
+import functools
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_SECONDS = 10.0  # that rendering may take
+_PHRASE, _PHRASES = 32, 1024  # characters of texts whose ids are kept, and how many of them
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _RESERVED = frozenset({"messages", "tools", "documents", "tokenizer", "tokenize", "chat_template"}) | {
     "add_generation_prompt",
@@ -46,6 +48,7 @@ class ChatTemplate:
         self.source = source
         self._tokenizer = tokenizer
         self._fragments = "\0".join(tokenizer.added)
+        self._phrase = functools.lru_cache(_PHRASES)(functools.partial(tokenizer.encode, special=False))
         environment = _environment()
         try:
             self._template = environment.from_string(source)
@@ -133,10 +136,15 @@ class ChatTemplate:
         ids: list[int] = []
         position = 0
         for special in self._tokenizer.added_pattern.finditer(text):
-            ids += self._tokenizer.encode(text[position : special.start()].replace(mark, ""), special=False)
+            ids += self._plain(text[position : special.start()].replace(mark, ""))
             ids.append(self._tokenizer.added[special[0]])
             position = special.end()
-        return ids + self._tokenizer.encode(text[position:].replace(mark, ""), special=False)
+        ids += self._plain(text[position:].replace(mark, ""))
+        return ids
+
+    def _plain(self, text: str) -> list[int]:
+        """What stands between two special tokens. Most of it is the template's own, short, and always the same."""
+        return self._phrase(text) if len(text) <= _PHRASE else self._tokenizer.encode(text, special=False)
 
     def marks(self, ids: Sequence[int]) -> list[int]:
         """Lengths at which later prompts are likely to leave this one: the state is worth keeping there.

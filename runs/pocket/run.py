@@ -56,11 +56,11 @@ def full() -> Plan:
     return Plan(
         config=json.loads((HERE / "config.json").read_text()),
         tokenizer_examples=20_000,
-        examples=200_000,
+        examples=300_000,
         heldout=1_000,
         prompts=500,
         answer_tokens=640,
-        seconds=300,
+        seconds=450,
         flags=(
             *("--optimizer", "muon", "--lr", "4e-3", "--warmup", "100", "--batch-tokens", "32768"),
             *("--prompt-weight", "0.1", "--mtp-depths", "3", "--mtp-weight", "0.3"),

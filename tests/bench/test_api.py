@@ -29,6 +29,8 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
         tokens=6,
         chunks=7,
         token_cpu=8,
+        load=0.25,
+        processors=2,
     )
     monkeypatch.setattr(api, "measure", lambda *_: made)
     assert main(["bench", "api"]) == 0 and "8.0 µs of processor time per token" in capsys.readouterr().out

@@ -22,7 +22,8 @@ OTHER_DEFAULTS = {"model", "allowed_origins"}
 # Closed on purpose where vLLM checks late or never.
 OTHER_CHOICES = {"tool_call_parser", "mamba_backend", "reasoning_parser", "load_format"}
 # Read by Launch or by `leyden serve` itself.
-READ_ELSEWHERE = {"model_tag", "config", "tokenizer", "log_level", "log_format", *launch.ENVIRONMENT, *launch.RENAMED}
+READ_ELSEWHERE = {"model_tag", "config", "tokenizer", "log_level", "log_format"}
+READ_ELSEWHERE |= {*launch.ENVIRONMENT, *launch.RENAMED, *launch.SHORT}
 
 
 def test_every_flag_of_vllm_is_known():

@@ -7,6 +7,7 @@ import pytest
 
 from leyden.config.flags import table
 from leyden.config.launch import Launch
+from leyden.config.speculative import SpeculativeConfig
 from leyden.errors import ConfigError
 
 COMMANDS = (Path(__file__).parent.parent / "data/launch_commands.txt").read_text()
@@ -40,7 +41,8 @@ def test_fields():
     assert (server.served_model_name, server.port, server.api_key) == (("a", "b"), 9000, ("k",))
     assert server.disable_access_log_for_endpoints == ("/health", "/metrics")
     assert (server.allowed_origins, server.ping_interval) == (("http://a",), 3.0)
-    assert made.engine.tokenizer == "t" and made.speculative is None and made.warnings == () and made.notes("cpu") == []
+    assert made.engine.tokenizer == "t" and made.engine.speculative is None
+    assert made.warnings == () and made.notes("cpu") == []
 
 
 def test_thinking_and_grammars():
@@ -70,10 +72,11 @@ def test_model_of_the_command_line_or_of_the_file(tmp_path: Path):
 
 
 def test_speculative():
-    assert launch("--speculative-config.method", "mtp", "--spec-tokens", "3").speculative == {
-        "method": "mtp",
-        "num_speculative_tokens": 3,
-    }
+    made = launch("--speculative-config.method", "nemotron_h_mtp", "--spec-tokens", "3").engine.speculative
+    assert made == SpeculativeConfig(method="mtp", num_speculative_tokens=3)
+    assert launch("--spec-model", "d").engine.speculative == SpeculativeConfig(model="d")
+    lines = notes("--speculative-config", '{"method": "mtp", "moe_backend": "triton"}')
+    assert "--speculative-config.moe_backend triton has no effect: kernels are" in lines[-1]
     with pytest.raises(ConfigError, match=r"--spec-tokens and --speculative-config.num_speculative_tokens"):
         launch("--speculative-config.num_speculative_tokens", "2", "--spec-tokens", "3")
     with pytest.raises(ConfigError, match="expected a JSON object, got 3"):
@@ -182,7 +185,7 @@ def test_published_commands(name: str, tmp_path: Path):
     for device in ("cpu", "cuda"):
         lines = made.notes(device)
         assert len({line.split()[0] for line in lines}) == len(lines)  # one line per flag
-    assert (made.speculative is not None) == ("speculative_config" in " ".join(argv))
+    assert (made.engine.speculative is not None) == ("speculative_config" in " ".join(argv))
     assert made.server.reasoning_parser == "nemotron_v3"
     if "--max-num-seqs" in argv:
         assert (made.engine.max_num_seqs, made.engine.max_num_batched_tokens) == (256, 32768)

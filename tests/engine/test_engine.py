@@ -269,3 +269,18 @@ def test_a_step_that_raises_ends_its_requests_and_no_others(model, monkeypatch):
     monkeypatch.setattr(made.runner, "run", good)
     out = run(made, [(0, greedy("b", prompt_of(5), 4))])["b"]
     assert tokens_of(out) == oracle(model, prompt_of(5), 4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_log_probabilities_of_chosen_tokens_take_the_place_of_the_top(model, overlap: bool):
+    made = engine(model, overlap=overlap)
+    every = SamplingParams(temperature=0, max_tokens=3, logprobs=512)
+    some = SamplingParams(temperature=0, max_tokens=3, logprobs=0, logprob_token_ids=[9, 500, 3])
+    made.max_logprobs = -1
+    requests = [Request(id=id, prompt=[5, 6, 7], params=p) for id, p in (("every", every), ("some", some))]
+    out = run(made, [(0, request) for request in requests])
+    for full, few in zip(out["every"], out["some"], strict=True):
+        whole, part = full.logprobs[0], few.logprobs[0]
+        assert part.token_id == whole.token_id and part.top_ids == [9, 500, 3]
+        table = dict(zip(whole.top_ids, whole.top_logprobs, strict=True))
+        assert part.top_logprobs == pytest.approx([table[id] for id in part.top_ids], abs=1e-5)

@@ -163,7 +163,7 @@ def test_names_of_reasoning(start: Any, fields: str):
 
 
 def test_stream_interval_counts_tokens_but_never_delays_the_first_or_the_last(start: Any):
-    with start({"hi": Case(steps=[[60], [61], [62], [63], [64], [65]])}, step_seconds=0.002) as server:
+    with start({"hi": Case(steps=[[60], [61], [62], [63], [64], [65]])}, step_seconds=0.02) as server:
         off = {"chat_template_kwargs": {"enable_thinking": False}}
         chunks = events(server.chat(stream=True, stream_interval=3, return_token_ids=True, **off))
         sizes = [len(chunk["choices"][0]["token_ids"]) for chunk in chunks[1:]]
@@ -329,6 +329,29 @@ def test_continue_final_message(server: Server, tokenizer: Tokenizer):
     assert echoed["content"] == "Well" + message["content"]
     chunks = events(server.http.post("/v1/chat/completions", json={**body, "echo": True, "stream": True}))
     assert joined(chunks, "content") == echoed["content"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_D16_thinking_of_an_earlier_turn_does_not_end_that_of_this_one(
+    start: Any, tokenizer: Tokenizer, stream: bool, kept: bool
+):
+    messages = [
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "First answer.", "reasoning_content": "First thought."},
+        {"role": "user", "content": "Two"},
+    ]
+    body = {"messages": messages, "chat_template_kwargs": {"truncate_history_thinking": not kept}, "stream": stream}
+    with start({"Two": "Second thought.</think>Second answer."}) as server:
+        response = server.http.post("/v1/chat/completions", json=body)
+        prompt = tokenizer.decode(server.engine.received[0].prompt)
+    if stream:
+        chunks = events(response)
+        assert joined(chunks, "reasoning") == "Second thought." and joined(chunks, "content") == "Second answer."
+    else:
+        message = response.json()["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("Second thought.", "Second answer.")
+    assert ("First thought." in prompt) == kept
 
 
 def test_D25_user_text_forges_no_turn(server: Server, tokenizer: Tokenizer):

@@ -81,7 +81,7 @@ def test_names_labels_and_buckets_are_vllms(start: Any):
 
 
 def test_numbers_of_requests(start: Any):
-    with start(CASES, step_seconds=0.002) as server:
+    with start(CASES, step_seconds=0.01) as server:
         answers = [server.chat("hi"), server.chat("cached", n=2, max_tokens=50), server.chat("hi", max_tokens=2)]
         answers.append(server.chat("fails"))
         events(server.chat("hi", stream=True))

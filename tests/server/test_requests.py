@@ -10,9 +10,6 @@ from tests.server.conftest import DATA, Server
 ROWS = json.loads((DATA / "requests.json").read_text())["cases"]
 D20 = json.loads((DATA / "D20_requests.json").read_text())
 
-# Accepted once it is built; until then refused by name.
-NOT_YET = {"bad_words": ["chat_bad_words"]}
-REFUSED_FOR_NOW = {id: param for param, ids in NOT_YET.items() for id in ids}
 TYPES = {400: "BadRequestError", 404: "NotFoundError", 405: "MethodNotAllowedError"}
 # Of the recorded sampling parameters: what is not ours to send, or is sent in another way.
 ELSEWHERE = {"skip_special_tokens", "structured_outputs", "output_text_buffer_length", "stream_interval", "extra_args"}
@@ -37,11 +34,6 @@ def test_table(server: Server, row: dict[str, Any]):
     content = row["raw"] if "raw" in row else json.dumps(expand(row["body"])) if "body" in row else None
     headers = row.get("headers", {"content-type": "application/json"} if content else {})
     response = server.http.request(row["method"], row["path"], content=content, headers=headers)
-    if row["id"] in REFUSED_FOR_NOW:
-        assert response.status_code == 400
-        error = response.json()["error"]
-        assert error.get("param") == REFUSED_FOR_NOW[row["id"]] and "yet" in error["message"]
-        return
     assert response.status_code == row["status"], response.text
     if row["status"] == 200:
         check_engine(server, row)

@@ -35,6 +35,10 @@ CASES = {
     "one": f"I look.</think>Let me see.\n{call('Paris', 2)}",
     "two": f"</think>{call('Paris', 2)}\n{call('Rome', 3)}",
     "forgot": f"I look. {call('Paris', 2)}",
+    "D11": (
+        "<tool_call>\n<function=write_file>\n<parameter=path>\na.txt\n</parameter>\n<parameter=content>\n"
+        f"{'0123456789' * 20}\n</parameter>\n</function>\n</tool_call>"
+    ),
     "prose": "</think>A call begins with <tool_call> and a function.",
 }
 
@@ -112,6 +116,32 @@ def test_D11_a_cut_call_is_no_call(server: Server, tokenizer: Tokenizer):
     fields["max_tokens"] = 20
     choice = server.chat("two", **fields).json()["choices"][0]
     assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("seen", ["<function=wri", "a.txt\n</parameter>", "0123456789" * 10, "</function>"])
+def test_D11_wherever_a_call_is_cut(server: Server, tokenizer: Tokenizer, seen: str, stream: bool):
+    ids = tokenizer.encode(CASES["D11"])
+    limit = next(n for n in range(len(ids)) if seen in tokenizer.decode(ids[:n]))
+    properties = {"path": {"type": "string"}, "content": {"type": "string"}}
+    tool = {"name": "write_file", "parameters": {"type": "object", "properties": properties}}
+    fields = {"tools": [{"type": "function", "function": tool}], "max_tokens": limit}
+    fields |= {"chat_template_kwargs": {"enable_thinking": False}}
+    arguments = json.dumps({"path": "a.txt", "content": "0123456789" * 20})
+    if stream:
+        *chunks, last = events(server.chat("D11", stream=True, stream_options={"include_usage": True}, **fields))
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        pieces = [piece["function"]["arguments"] for delta in deltas for piece in delta.get("tool_calls", ())]
+        assert arguments.startswith("".join(pieces))
+        assert not any(delta.get("content") for delta in deltas)
+        reason, usage = chunks[-1]["choices"][0]["finish_reason"], last["usage"]
+    else:
+        answer = server.chat("D11", **fields).json()
+        message, reason = answer["choices"][0]["message"], answer["choices"][0]["finish_reason"]
+        usage = answer["usage"]
+        listed = [item["function"]["arguments"] for item in message.get("tool_calls", ())]
+        assert listed == ([arguments] if seen == "</function>" else []) and message["content"] is None
+    assert (reason, usage["completion_tokens"]) == ("length", limit)
 
 
 def test_without_calls(server: Server):

@@ -1,0 +1,172 @@
+"""How many drafts to try: with few sequences many, with many sequences few or none, and those that are likely first.
+
+The host decides, from what steps took and what was kept of the drafts. No choice can change a text, only how soon it is
+there. Source of allot, budget and admit: the DSpark paper, algorithm 1 and what it says of its use in production.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import log2
+
+Speed = Callable[[int], float]  # tokens of a step -> such steps per second
+
+_FADE = 0.1  # what a new measurement counts for
+_KNOWN = 3  # measurements after which a number is taken for known
+_STALE = 2000  # steps after which it is not any more
+_TRIAL = 5  # steps of a trial; what the first one takes still depends on what was before
+_LOSS = 0.02  # share of the time that trials may cost
+_PRIOR = 0.7, 4.0  # drafts are kept so often, before anything is known; what that counts for, in drafts
+_MEMORY = 2000.0  # drafts at each place that acceptance is averaged over
+
+
+def allot(confidence: Sequence[Sequence[float]], speed: Speed) -> list[int]:
+    """Drafts to try for each sequence, so that most tokens per second are to be expected.
+
+    confidence: of each sequence, how likely each of its drafts is to be kept if those before it are. One draft after
+    the other is added, the likeliest first, as long as the expectation rises. Whether a draft is tried therefore never
+    depends on those behind it, which rejection sampling needs to stay exact. (Ours would not: it draws the same tokens
+    whatever is tried.)
+    """
+    lengths = [0] * len(confidence)
+    tokens, kept = len(confidence), float(len(confidence))
+    best = kept * speed(tokens)
+    for survival, _, row in _likeliest(confidence):
+        tokens, kept = tokens + 1, kept + survival
+        if kept * speed(tokens) <= best:
+            break
+        best = kept * speed(tokens)
+        lengths[row] += 1
+    return lengths
+
+
+def budget(confidence: Sequence[Sequence[float]], speed: Speed) -> int:
+    """How many drafts of all sequences together are best, wherever the maximum is.
+
+    With the confidences of an earlier step: then it cannot depend on the drafts that admit() chooses among.
+    """
+    tokens, kept = len(confidence), float(len(confidence))
+    best, at = kept * speed(tokens), 0
+    for i, (survival, _, _) in enumerate(_likeliest(confidence), start=1):
+        kept += survival
+        if kept * speed(tokens + i) > best:
+            best, at = kept * speed(tokens + i), i
+    return at
+
+
+def admit(confidence: Sequence[Sequence[float]], most: int) -> list[int]:
+    """Drafts to try for each sequence: the `most` likeliest of all."""
+    lengths = [0] * len(confidence)
+    for _, (_, _, row) in zip(range(most), _likeliest(confidence), strict=False):
+        lengths[row] += 1
+    return lengths
+
+
+def _likeliest(confidence: Sequence[Sequence[float]]) -> Iterator[tuple[float, int, int]]:
+    """(how likely it and all before it are kept, its place, its sequence) of every draft, the likeliest first.
+
+    Of equals the earlier place comes first: the drafts of a sequence are in order, whatever the numbers are.
+    """
+    found = []
+    for row, chances in enumerate(confidence):
+        survival = 1.0
+        for place, chance in enumerate(chances):
+            survival *= chance
+            found.append((-survival, place, row))
+    return ((-survival, place, row) for survival, place, row in sorted(found))
+
+
+@dataclass(slots=True)
+class _Cost:
+    """Seconds of steps of one kind."""
+
+    seconds: float = 0.0
+    count: int = 0
+    last: int = 0  # step of the last measurement
+
+    def add(self, seconds: float, step: int) -> None:
+        if self.count >= _KNOWN:  # a step may wait for something that is none of its business
+            seconds = min(seconds, 2 * self.seconds)
+        self.seconds += (seconds - self.seconds) * max(_FADE, 1 / (self.count + 1))
+        self.count, self.last = self.count + 1, step
+
+
+class Schedule:
+    """The number of drafts per sequence that brings most tokens per second, 0 to `width`, by the running sequences.
+
+    What a step takes is measured as it comes. What is not known is tried now and then, for a few steps, as long as
+    trials cost no more than 2 % of the time. `ranges` (first, last number of sequences, drafts) fix the choice instead.
+    """
+
+    def __init__(self, width: int, ranges: Sequence[tuple[int, int, int]] = ()):
+        self.width, self._ranges = width, ranges
+        self._costs: dict[int, dict[int, _Cost]] = {}  # size of the batch -> drafts -> cost
+        self._right, self._tried = [_PRIOR[0] * _PRIOR[1]] * width, [_PRIOR[1]] * width
+        self._step = self._left = self._trial = 0
+        self._seconds = self._lost = 0.0
+
+    def drafts(self, running: int) -> int:
+        """How many drafts to make now for each of `running` sequences."""
+        if self._ranges:
+            return next((n for low, high, n in self._ranges if low <= running <= high), self.width)
+        size = _size(running)
+        best = self._best(size)
+        if self._left == 0 and self._lost <= _LOSS * self._seconds:
+            near = [0, self.width, best + 1, best - 1]
+            unknown = [n for n in near if 0 <= n <= self.width and not self._known(size, n)]
+            if unknown:
+                self._trial, self._left = unknown[0], _TRIAL
+        if self._left == 0:
+            return best
+        self._left -= 1
+        return self._trial
+
+    def told(self, tried: int, made: int, seconds: float, kept: Sequence[int]) -> None:
+        """A step of single sequences is over: `tried` drafts each were checked, and `made` new ones made, in `seconds`;
+        kept: how many were kept, of each sequence.
+        """
+        self._step += 1
+        for place in range(tried):
+            reached = [n for n in kept if n >= place]
+            fade = 1 - min(1.0, len(reached) / _MEMORY)
+            self._tried[place] = self._tried[place] * fade + len(reached)
+            self._right[place] = self._right[place] * fade + sum(n > place for n in reached)
+        self._seconds += seconds
+        if tried != made:  # between one number and another
+            return
+        size = _size(len(kept))
+        self._costs.setdefault(size, {}).setdefault(tried, _Cost()).add(seconds, self._step)
+        best = self._best(size)
+        if tried != best:
+            self._lost += max(0.0, seconds - self.expected(tried) / self.expected(best) * self.cost(size, best))
+
+    def expected(self, drafts: int) -> float:
+        """Tokens that a step with so many drafts brings a sequence."""
+        total = survival = 1.0
+        for right, tried in zip(self._right[:drafts], self._tried[:drafts], strict=True):
+            survival *= right / tried
+            total += survival
+        return total
+
+    def cost(self, size: int, drafts: float) -> float:
+        """Seconds of a step: measured, or read off a line through what is measured next to it."""
+        known = self._costs.get(size)
+        if not known:  # as it is for other batches; what all choices have in common does not matter
+            if not self._costs:
+                return 1.0
+            return self.cost(min(self._costs, key=lambda other: abs(other - size)), drafts)
+        below = max((n for n in known if n <= drafts), default=min(known))
+        above = min((n for n in known if n >= drafts), default=max(known))
+        low, high = known[below].seconds, known[above].seconds
+        return low if below == above else low + (high - low) * (drafts - below) / (above - below)
+
+    def _best(self, size: int) -> int:
+        return max(range(self.width + 1), key=lambda n: (self.expected(n) / self.cost(size, n), n))
+
+    def _known(self, size: int, drafts: int) -> bool:
+        cost = self._costs.get(size, {}).get(drafts)
+        return cost is not None and cost.count >= _KNOWN and self._step - cost.last < _STALE
+
+
+def _size(running: int) -> int:
+    """Batches that differ by less than a fifth count as one."""
+    return round(4 * log2(max(1, running)))

@@ -1,0 +1,162 @@
+"""Confidence-scheduled lengths against the paper's vectors, and the number of drafts in simulated engines."""
+
+import json
+import random
+from collections.abc import Callable
+from itertools import accumulate, product
+from operator import mul
+from pathlib import Path
+
+import pytest
+
+from leyden.spec.schedule import Schedule, admit, allot, budget
+
+VECTORS = json.loads((Path(__file__).parent.parent / "data/spec/rejection_and_schedule.json").read_text())["scheduler"]
+SPS = {int(tokens): speed for tokens, speed in VECTORS["sps"].items()}
+
+
+@pytest.mark.parametrize("case", VECTORS["multi"])
+def test_vectors_of_several_sequences(case: dict):
+    assert case["sps_formula"] == "1/(1+0.08*B)"
+    assert allot(case["confidence"], lambda tokens: 1 / (1 + 0.08 * tokens)) == case["lengths"]
+
+
+@pytest.mark.parametrize("case", VECTORS["cases"])
+def test_pitfall_35_the_counter_example_of_the_paper(case: dict):
+    confidence = [[VECTORS["c1"], case["c2"]]]
+    assert allot(confidence, SPS.__getitem__) == [case["with_break"]]
+    assert admit(confidence, budget(confidence, SPS.__getitem__)) == [case["without_break"]]
+
+
+def emitted(length: Callable[[float], int]) -> list[float]:
+    """Distribution of the first token, by rejection sampling, if `length` is asked once the drafts are known."""
+    out, (p, q) = [0.0, 0.0], (VECTORS["p_target"], VECTORS["p_draft"])
+    residual = [max(a - b, 0) for a, b in zip(p, q, strict=True)]
+    for draft, chance in enumerate(q):
+        if length(0.9 if draft == 0 else 0.0) == 0:
+            out = [o + chance * a for o, a in zip(out, p, strict=True)]
+            continue
+        kept = min(1, p[draft] / q[draft])
+        out[draft] += chance * kept
+        out = [o + chance * (1 - kept) * r / sum(residual) for o, r in zip(out, residual, strict=True)]
+    return out
+
+
+def test_the_lengths_of_the_counter_example_leave_rejection_sampling_exact():
+    assert emitted(lambda c2: allot([[VECTORS["c1"], c2]], SPS.__getitem__)[0]) == pytest.approx(
+        VECTORS["output_with_break"]
+    )
+
+    def looks_ahead(c2: float) -> int:
+        return budget([[VECTORS["c1"], c2]], SPS.__getitem__)
+
+    biased = VECTORS["output_without_break_when_c2_is_0p9_for_token0_else_0"]
+    assert emitted(looks_ahead) == pytest.approx(biased)
+
+
+def test_a_length_does_not_depend_on_what_is_behind_it():
+    draw = random.Random(0)
+    for _ in range(500):
+        confidence = [[draw.random() for _ in range(4)] for _ in range(draw.randint(1, 4))]
+        slope = draw.uniform(0, 0.4)
+        speed = [1 / (1 + slope * tokens) for tokens in range(21)].__getitem__
+        lengths = allot(confidence, speed)
+        row = draw.randrange(len(confidence))
+        confidence[row][lengths[row] + 1 :] = [draw.random() for _ in confidence[row][lengths[row] + 1 :]]
+        assert allot(confidence, speed) == lengths
+
+
+def test_the_budget_is_the_best_of_all_choices():
+    draw = random.Random(1)
+    for _ in range(50):
+        confidence = [[draw.random() for _ in range(3)] for _ in range(3)]
+        table = [draw.random() for _ in range(13)]
+        survival = [[0.0, *accumulate(accumulate(row, mul))] for row in confidence]
+        rates = {
+            lengths: (3 + sum(s[n] for s, n in zip(survival, lengths, strict=True))) * table[3 + sum(lengths)]
+            for lengths in product(range(4), repeat=3)
+        }
+        found = tuple(admit(confidence, budget(confidence, table.__getitem__)))
+        assert rates[found] == pytest.approx(max(rates.values()))
+
+
+def test_of_equals_the_earlier_place_comes_first():
+    assert admit([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], 3) == [2, 1]
+    assert admit([[0.0, 0.0], [0.0, 0.0]], 3) == [2, 1] and admit([[0.5]], 7) == [1]
+
+
+class Engine:
+    """Seconds of a step: something for the weights, the rows and the tokens; drafting costs, too."""
+
+    def __init__(self, chance: float, weights: float, row: float, token: float, draft: float, seed: int = 0):
+        self.chance, self.costs, self.random = chance, (weights, row, token, draft), random.Random(seed)
+
+    def seconds(self, rows: int, drafts: int, made: int) -> float:
+        weights, row, token, draft = self.costs
+        return weights + rows * row + rows * (1 + drafts) * token + (made > 0) * draft + made * rows * token / 20
+
+    def kept(self, drafts: int) -> int:
+        return next((i for i in range(drafts) if self.random.random() >= self.chance), drafts)
+
+    def rate(self, rows: int, drafts: int) -> float:
+        """Tokens per second of a sequence with always so many drafts."""
+        return sum(self.chance**i for i in range(drafts + 1)) / self.seconds(rows, drafts, drafts)
+
+    def run(self, schedule: Schedule, rows: int, steps: int) -> float:
+        tokens, seconds, tried = 0, 0.0, 0
+        for _ in range(steps):
+            made = schedule.drafts(rows)
+            kept = [self.kept(tried) for _ in range(rows)]
+            took = self.seconds(rows, tried, made) * self.random.uniform(0.95, 1.05)
+            schedule.told(tried, made, took, kept)
+            tokens, seconds, tried = tokens + sum(kept) + rows, seconds + took, made
+        return tokens / seconds / rows
+
+
+ENGINES = {
+    "memory bound": (0.7, 10.0, 0.01, 0.02, 0.5),
+    "compute bound": (0.7, 0.1, 0.1, 1.0, 0.5),
+    "in between": (0.6, 4.0, 0.05, 0.2, 0.5),
+    "bad drafts": (0.05, 10.0, 0.1, 0.3, 0.5),
+    "dear drafter": (0.6, 10.0, 0.1, 0.1, 9.0),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("rows", [1, 6, 40])
+def test_never_much_slower_than_no_drafts_nor_than_the_best_number(name: str, rows: int):
+    engine = Engine(*ENGINES[name])
+    rates = [engine.rate(rows, n) for n in range(8)]
+    found = engine.run(Schedule(7), rows, 6000 // rows + 1000)
+    assert found > 0.97 * rates[0] and found > 0.95 * max(rates)
+
+
+def test_the_number_follows_the_load():
+    engine, schedule = Engine(*ENGINES["in between"]), Schedule(7)
+    chosen = {}
+    for rows in (1, 8, 64, 1):
+        engine.run(schedule, rows, 400)
+        chosen.setdefault(rows, []).append(schedule._best(round(4 * (rows.bit_length() - 1))))
+    assert chosen[1][0] > chosen[8][0] > chosen[64][0] == 0 and abs(chosen[1][1] - chosen[1][0]) <= 1
+    for rows in (1, 8, 64):
+        best = max(range(8), key=lambda n: engine.rate(rows, n))
+        assert engine.rate(rows, chosen[rows][0]) > 0.97 * engine.rate(rows, best)
+
+
+def test_drafts_that_become_better_are_noticed():
+    engine, schedule = Engine(*ENGINES["bad drafts"]), Schedule(7)
+    engine.run(schedule, 1, 1000)
+    engine.chance = 0.9
+    assert engine.run(schedule, 1, 30_000) > 0.9 * max(engine.rate(1, n) for n in range(8))
+
+
+def test_fixed_ranges():
+    schedule = Schedule(5, [(1, 4, 5), (5, 16, 2), (17, 100, 0)])
+    assert [schedule.drafts(n) for n in (1, 4, 5, 16, 17, 101)] == [5, 5, 2, 2, 0, 5]
+
+
+def test_one_slow_step_does_not_count_for_more_than_two():
+    schedule = Schedule(1)
+    for seconds in (1.0, 1.0, 1.0, 500.0):
+        schedule.told(1, 1, seconds, [1])
+    assert schedule.cost(0, 1) == pytest.approx(1 + 1 / 4)
