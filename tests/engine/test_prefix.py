@@ -3,8 +3,10 @@
 import pytest
 
 from leyden.types import SamplingParams
+from tests.engine import drafters
 from tests.engine.conftest import engine, oracle, run
 from tests.engine.device import tokens_of
+from tests.engine.drafters import Scripted
 from tests.engine.test_engine import greedy, prompt_of
 
 P = prompt_of(32, 9)
@@ -196,3 +198,26 @@ def test_d27_interleaved_conversations_with_a_tier_too_small_for_them(model, ove
             assert answer == oracle(model, prompt, 6)
             prompts[i] = prompt + answer + prompt_of(10, 50 + i)
     assert made.stats().cached_tokens
+
+
+@pytest.mark.parametrize("rule", ["perfect", "half", "wrong"])
+@pytest.mark.parametrize("host", [(0, 0), (12, 90)])
+def test_d27_with_three_drafts_a_step(model, host, rule, tmp_path):
+    """Conversations in too little room, with drafts, with and without a tier, and in a second process."""
+    prompts = {i: prompt_of(30 + 9 * i, 40) for i in range(4)}
+    texts, turns = [], []
+    for _ in range(3):
+        answers = {i: oracle(model, prompt, 8) for i, prompt in prompts.items()}
+        turns.append((prompts, answers))
+        texts += [prompts[i] + answers[i] for i in prompts]
+        prompts = {i: prompts[i] + answers[i] + prompt_of(10, 70 + i) for i in prompts}
+    sizes = {"seqs": 2, "snapshots": 2, "pages": 26, "max_model_len": 160, "host": host, "cache_dir": str(tmp_path)}
+    drafter = Scripted(3, texts, getattr(drafters, rule), 2)
+    made = engine(model, drafter=drafter, overlap=True, **sizes)
+    for number, (asked, answers) in enumerate(turns):
+        if number == 2:
+            made.close()
+            made = engine(model, drafter=drafter, **sizes)
+        out = run(made, [(0, greedy(f"{number}.{i}", prompt, 8)) for i, prompt in asked.items()])
+        assert {i: tokens_of(out[f"{number}.{i}"]) for i in asked} == answers
+    assert made.stats().cached_tokens or not host[0]

@@ -253,3 +253,28 @@ def test_preempted_with_drafts_under_way() -> None:
         preemptions += scheduler.stats().preemptions
         accepted += sum(scheduler.stats().accepted_tokens)
     assert preemptions > 10 and accepted > 500
+
+
+def test_a_failed_step_with_moves_leaves_nothing_that_is_trusted() -> None:
+    scheduler = Scheduler(limits(seqs=1, pages=10, host_slots=4, host_pages=30))
+    device = Device(scheduler.limits)
+    for name in range(3):  # the third needs the room of the others
+        scheduler.add(request(f"r{name}", prompt(name, 14), 2))
+        while scheduler.unfinished:
+            step(scheduler, device)
+    assert scheduler.cache.far_snapshots
+    scheduler.add(request("back", [*prompt(0, 14), *expected(request("r0", prompt(0, 14), 2))], 2))
+    plan = scheduler.plan()
+    assert plan is not None and plan.moves is not None
+    (delta,) = scheduler.fail(plan, "broken")
+    assert delta.finish_reason == "error"
+    scheduler.check()
+    assert (scheduler.cache.snapshots, scheduler.cache.far_snapshots) == (0, 0)
+    again = request("again", prompt(0, 14), 2)
+    scheduler.add(again)
+    got = []
+    while scheduler.unfinished:
+        plan = scheduler.plan()
+        assert plan is not None
+        got += tokens_of(scheduler.commit(plan, device.run(plan)))
+    assert got == expected(again)
