@@ -172,7 +172,7 @@ class Scheduler:
         # Whoever somebody waits for goes first: a long prompt never keeps the next token of others out of a step.
         for sequence in [s for s in self.running if not s.prefilling]:
             budget -= self._give(sequence, budget, plan, rows)  # not given back if the row is preempted below
-        self._prefill(min(budget, self._pace.room()) if rows and self.limits.paced else budget, plan, rows)
+        self._prefill(self._room(budget, len(rows)), plan, rows)
         if not rows:
             return None
         self._moved = []
@@ -183,6 +183,13 @@ class Scheduler:
         plan.moves, arriving = self.cache.moves()
         plan.copies += arriving
         return plan
+
+    def _room(self, budget: int, streams: int) -> int:
+        """What prompts may take of the budget: as much as holds up nobody, unless more wait for their first token than
+        for their next one. Those who wait for a slot do not count.
+        """
+        prompts = sum(s.prefilling for s in self.running) + min(len(self.waiting), self.limits.seqs - len(self.running))
+        return min(budget, self._pace.room()) if self.limits.paced and streams >= prompts else budget
 
     def _prefill(self, room: int, plan: Plan, rows: dict[Sequence, Row]) -> None:
         """Share `room` tokens among the prompts: at least half for the first in line, the rest for whoever needs least.

@@ -255,6 +255,16 @@ def test_preempted_with_drafts_under_way() -> None:
     assert preemptions > 10 and accepted > 500
 
 
+def test_prompts_are_not_paced_where_they_are_more_than_the_answers() -> None:
+    scheduler = Scheduler(limits(step_tokens=64, pages=400, seqs=8, max_model_len=200))
+    device = Device(scheduler.limits)
+    scheduler.add(request("stream", prompt(1, 3), 40))
+    step(scheduler, device)
+    for i in range(3):
+        scheduler.add(request(f"r{i}", prompt(2 + i, 100), 4))
+    assert sum(step(scheduler, device)[0].values()) == 64
+
+
 def test_a_failed_step_with_moves_leaves_nothing_that_is_trusted() -> None:
     scheduler = Scheduler(limits(seqs=1, pages=10, host_slots=4, host_pages=30))
     device = Device(scheduler.limits)
