@@ -189,7 +189,7 @@ def test_what_left_the_device_comes_back_from_host_memory(model, overlap):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_d27_interleaved_conversations_with_a_tier_too_small_for_them(model, overlap):
-    made = engine(model, seqs=3, snapshots=2, pages=20, max_model_len=160, host=(14, 44), overlap=overlap)
+    made = engine(model, seqs=3, snapshots=2, pages=20, max_model_len=160, host=(20, 70), overlap=overlap, paced=False)
     prompts = {i: prompt_of(20 + i, 40) for i in range(16)}
     for turn in range(3):
         out = run(made, [(i // 3, greedy(f"{turn}.{i}", prompts[i], 6)) for i in prompts])
