@@ -12,6 +12,9 @@ BENCHES = {
     "api": ("leyden.bench.api", "what the HTTP server costs per request and per token"),
     "evals": ("leyden.bench.evals", "how often a served model is right, on held-out examples"),
     "agents": ("leyden.bench.agents", "how much of what agents send again is computed again"),
+    "hit": ("leyden.bench.hit", "what a long prompt costs that is cached, on the device or in host memory"),
+    "pace": ("leyden.bench.pace", "what a long prompt does to the others' times between tokens"),
+    "soak": ("leyden.bench.soak", "whether an engine at full load leaks anything"),
 }
 
 

@@ -24,6 +24,9 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_num_scheduled_tokens: int | None = None
     long_prefill_token_threshold: int = 0  # 0: no limit for one row
+    max_num_partial_prefills: int = 0  # 0: no limit
+    max_long_partial_prefills: int = 0
+    performance_mode: str = "balanced"  # throughput: prompts take whole steps, whoever waits for a token
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"  # fcfs, priority
     async_scheduling: bool | None = None  # None: on for CUDA, off for CPU (nothing to overlap there)
@@ -33,6 +36,9 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
     enable_prefix_caching: bool | None = None
+    kv_offloading_size: float | None = None  # GiB of host memory for what leaves the device's cache
+    cache_dir: str | None = None  # folder in which the cache outlives the process
+    cache_save_interval: float = 0  # seconds between two savings while it runs; 0: only at the end
     max_logprobs: int = 20
     hf_overrides: dict[str, Any] = field(default_factory=dict)  # laid over config.json
     generation_config: str = "auto"
@@ -46,6 +52,9 @@ class EngineConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        for name in ("kv_offloading_size", "cache_save_interval"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
         if self.block_size < 1:
             raise ConfigError(f"--block-size must be at least 1, got {self.block_size}")
         _ = self.speculative

@@ -3,12 +3,15 @@
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from leyden import log
+from leyden.cache import saved
 from leyden.cache.pool import NO_DRAFTER, Pool
+from leyden.cache.store import Store
 from leyden.config.engine import EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
@@ -51,12 +54,16 @@ class Engine:
         tokenizer: Callable[[], Tokenizer] = _no_tokenizer,
         overlap: bool = False,
         max_logprobs: int = 20,
+        cache_dir: str | None = None,
+        cache_save_interval: float = 0,
         drafter: Drafter | None = None,
         coupled: bool = False,
         **limits: Any,
     ):
         """`tokenizer` is called when the first request with a grammar comes. `drafter` has room in the pool if `split`
         knows of it; `coupled`: its drafts are drawn with the noise of the tokens that they guess.
+
+        With `cache_dir` the cache is read from there now, and saved at close() and every `cache_save_interval` seconds.
         """
         shape = split.shape
         device = next(model.parameters()).device
@@ -73,8 +80,13 @@ class Engine:
                 max_model_len=shape.max_model_len,
                 step_tokens=split.step_tokens,
                 row_tokens=limits.pop("row_tokens", 0),
+                partial_prefills=limits.pop("partial_prefills", 0),
+                long_partial_prefills=limits.pop("long_partial_prefills", 0),
+                paced=limits.pop("paced", True),
                 policy=limits.pop("policy", "fcfs"),
                 prefix_caching=limits.pop("prefix_caching", True),
+                host_slots=split.host_slots,
+                host_pages=split.host_pages,
                 drafts=shape.draft.width,
                 lookahead=shape.draft.lookahead,
             ),
@@ -83,12 +95,19 @@ class Engine:
             **limits,
         )
         pool = Pool(model.config, shape, device)
+        store = Store(pool, split.host_slots, split.host_pages) if split.host_slots else None
         sampler = Sampler(shape.slots, model.config.vocab_size, device, shape.draft.width)
-        self.runner = Runner(model, pool, sampler, drafter, coupled)
+        self.runner = Runner(model, pool, sampler, drafter, coupled, store)
         eos = self.config.eos_token_ids
         self.grammars = Grammars(Compiler(tokenizer, self.config.vocab_size, eos), self.config.vocab_size, eos)
         self._overlap = overlap
         self._launched: tuple[Plan, StepOutput] | None = None
+        self._cache_dir = Path(cache_dir) if cache_dir and self.scheduler.limits.prefix_caching else None
+        self._save_interval, self._saved_at = cache_save_interval, time.monotonic()
+        self._made_with: dict[str, Any] = {}
+        if self._cache_dir is not None:
+            self._made_with = saved.identity(model, pool)
+            saved.load(self._cache_dir, self._made_with, self.scheduler.cache, pool, store)
 
     @classmethod
     def load(cls, config: EngineConfig) -> "Engine":
@@ -125,7 +144,12 @@ class Engine:
             tokenizer=lambda: Tokenizer.from_folder(texts),
             overlap=device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
             max_logprobs=config.max_logprobs,
+            cache_dir=config.cache_dir,
+            cache_save_interval=config.cache_save_interval,
             row_tokens=config.long_prefill_token_threshold,
+            partial_prefills=config.max_num_partial_prefills,
+            long_partial_prefills=config.max_long_partial_prefills,
+            paced=config.performance_mode != "throughput",
             policy=config.scheduling_policy,
             prefix_caching=config.enable_prefix_caching is not False,
             seed=config.seed,
@@ -195,6 +219,9 @@ class Engine:
         else:
             self._launched = launched
             out += self._settle()
+        if self._save_interval and time.monotonic() - self._saved_at > self._save_interval:
+            out += self._settle()
+            self.save_cache()
         return out
 
     def _settle(self) -> list[Delta]:
@@ -234,8 +261,22 @@ class Engine:
         self.scheduler.check()
 
     def close(self) -> None:
-        """Forget every request. The engine must not be stepped again."""
-        self._launched = None
+        """End every request, and save the cache if it is to be. The engine must not be stepped again."""
+        self._settle()
+        self.scheduler.abort_all()
+        self.save_cache()
+
+    def save_cache(self) -> None:
+        """Write what the cache holds to its folder, if it has one; waits for the device. A failure is only logged."""
+        if self._cache_dir is None:
+            return
+        self._saved_at = time.monotonic()
+        moves, copies = self.scheduler.cache.moves()
+        self.runner.apply(Plan(moves=moves, copies=copies))
+        try:
+            saved.save(self._cache_dir, self._made_with, self.scheduler.cache, self.runner.pool, self.runner.store)
+        except OSError as error:
+            logger.error("the cache could not be saved to %s: %s", self._cache_dir, error)
 
     def _validate(self, request: Request) -> None:
         params, length = request.params, len(request.prompt)

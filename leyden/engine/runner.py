@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from leyden.cache.pool import Pool
+from leyden.cache.store import Store
 from leyden.engine.batch import build
 from leyden.engine.capture import graphs
 from leyden.engine.drafting import Drafting
@@ -22,11 +23,19 @@ class Runner:
     """The model, its pool, its sampler and its drafter, if there is one, all on one device."""
 
     def __init__(
-        self, model: Nemotron, pool: Pool, sampler: Sampler, drafter: Drafter | None = None, coupled: bool = False
+        self,
+        model: Nemotron,
+        pool: Pool,
+        sampler: Sampler,
+        drafter: Drafter | None = None,
+        coupled: bool = False,
+        store: Store | None = None,
     ):
-        """`coupled`: drafts are drawn with the noise of the tokens that they guess, not the most likely ones."""
+        """`coupled`: drafts are drawn with the noise of the tokens that they guess, not the most likely ones. `store`
+        is the tier of host memory."""
         self.model = model
         self.pool = pool
+        self.store = store
         self.sampler = sampler
         self.drafting = None if drafter is None else Drafting(drafter, model, pool, sampler, coupled)
         self.graphs = graphs(model, pool, sampler)
@@ -34,7 +43,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None] = lambda rows: None) -> "StepOutput":
         """`allowed` tells what the rows that sample may go on with; it is asked when the forward pass is under way."""
-        self._apply(plan)
+        self.apply(plan)
         rows = plan.rows
         sampling = [i for i, row in enumerate(rows) if row.sample]
         output = StepOutput(len(rows), sampling, None, {}, None)
@@ -87,8 +96,11 @@ class Runner:
                 wanted[i] = self.sampler.prompt_logprobs(row, logits)
         return wanted
 
-    def _apply(self, plan: Plan) -> None:
+    @torch.inference_mode()
+    def apply(self, plan: Plan) -> None:
+        """Carry out the plan's diff, without its rows."""
         pool = self.pool
+        arriving = self.store.read(plan.moves) if self.store is not None and plan.moves is not None else None
         if plan.admits:
             slots, computed = self._columns([(admit.slot, admit.computed) for admit in plan.admits])
             pool.admit(slots, computed.int())
@@ -97,6 +109,8 @@ class Runner:
             pool.copy_states(*self._columns(restored))
         if plan.copies:
             pool.copy_pages(*self._columns(plan.copies))
+        if self.store is not None and arriving is not None:
+            self.store.write(arriving)
         if plan.pages:
             pool.map(*self._columns(plan.pages))
 

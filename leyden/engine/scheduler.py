@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from leyden.cache.prefix import Chain, Hit, Node, PrefixCache
+from leyden.cache.tier import Tier
+from leyden.engine.pace import Pace
 from leyden.engine.repetition import repeats
 from leyden.types import MAX_SEED, STEP_SIZES, Admit, Delta, EngineStats, Plan, Request, Row, Sampled, TokenLogprobs
 
@@ -31,11 +33,21 @@ class Limits:
     max_model_len: int
     step_tokens: int
     row_tokens: int = 0  # most tokens of one row in a step; 0: no limit but step_tokens
+    partial_prefills: int = 0  # prompts that are under way at once; 0: as many as run
+    long_partial_prefills: int = 0  # of these, long ones; shorter prompts overtake those that wait; 0: no limit
+    paced: bool = True  # a long prompt may not make the others wait much longer for their next tokens
     policy: str = "fcfs"
     prefix_caching: bool = True
+    host_slots: int = 0  # states and pages that host memory has room for; 0: there is no tier
+    host_pages: int = 0
     snapshot_every: int = 8192  # tokens of a long prompt between two snapshots
     drafts: int = 0  # most drafts of a row
     lookahead: int = 0  # positions behind a row for which a drafter needs pages
+
+    @property
+    def long(self) -> int:
+        """A prompt with more tokens to compute is a long one; without --long-prefill-token-threshold as in vLLM."""
+        return self.row_tokens or max(1, self.max_model_len // 25)
 
 
 # A snapshot ends a step early and takes a slot: not for fewer tokens than this since the one before.
@@ -73,6 +85,11 @@ class Sequence:
         known = len(self.tokens) + self.pending
         return 0 if known >= self.limit else known - self.computed + min(self.drafts, self.limit - known - 1)
 
+    @property
+    def prefilling(self) -> bool:
+        """Whether it has more to compute than the newest token and the drafts behind it."""
+        return self.todo > 1 + self.drafts
+
 
 class Scheduler:
     """Sequences, waiting and running, and the free lists of slots and pages."""
@@ -84,9 +101,13 @@ class Scheduler:
         self.quiet_eos = quiet_eos
         self.waiting: list[tuple[tuple[int, float, int], Sequence]] = []  # heap
         self.running: list[Sequence] = []
-        self.cache = PrefixCache(limits.seqs + limits.snapshots, limits.pages, limits.page, keep=limits.prefix_caching)
+        tier = Tier(limits.host_slots, limits.host_pages) if limits.host_slots and limits.prefix_caching else None
+        slots = limits.seqs + limits.snapshots
+        self.cache = PrefixCache(slots, limits.pages, limits.page, keep=limits.prefix_caching, tier=tier)
         self._by_id: dict[str, Sequence] = {}
         self._launched: dict[int, list[_Launch]] = {}  # id of a Plan under way
+        self._pace = Pace(limits.step_tokens, probe=2 + limits.drafts)
+        self._started: dict[int, tuple[float, int, int]] = {}  # id of a Plan under way -> what Pace wants to know
         self._moved: list[tuple[Sequence, int]] = []  # page table entries that publishing changed
         self._out: list[Delta] = []  # for sequences that end outside commit
         self._numbers = 0
@@ -126,6 +147,11 @@ class Scheduler:
             delta = Delta(request_id=request_id, finish_reason="error" if error else "abort", error=error)
             self._out.append(self._finish(sequence, delta))
 
+    def abort_all(self) -> None:
+        """Forget all requests. Nothing may be under way."""
+        for request_id in list(self._by_id):
+            self.abort(request_id)
+
     def has(self, request_id: str) -> bool:
         return request_id in self._by_id
 
@@ -143,23 +169,51 @@ class Scheduler:
         for sequence, index in self._moved:
             if sequence.chain is not None and index < len(sequence.chain.pages):
                 plan.pages.append((sequence.slot, index, sequence.chain.pages[index]))
-        # Short rows first: a long prompt never makes the others wait for their next token.
-        for sequence in sorted(self.running, key=lambda s: s.todo > self._short):
-            n = self._share(sequence, budget)
-            if n and sequence.slot and self._grow(sequence, n, plan, rows):
-                rows[sequence] = self._row(sequence, n)
-                budget -= n  # not given back if this row is preempted below: the next step will use it
-        while budget and (entering := self._admit(plan)) is not None:
-            n = self._share(entering, budget)
-            if self._grow(entering, n, plan, rows):
-                rows[entering] = self._row(entering, n)
-                budget -= n
+        # Whoever somebody waits for goes first: a long prompt never keeps the next token of others out of a step.
+        for sequence in [s for s in self.running if not s.prefilling]:
+            budget -= self._give(sequence, budget, plan, rows)  # not given back if the row is preempted below
+        self._prefill(self._room(budget, len(rows)), plan, rows)
         if not rows:
             return None
         self._moved = []
         ordered = sorted(rows.items(), key=lambda item: item[1].n > self._short)
+        chunk = sum(row.n for sequence, row in ordered if sequence.prefilling)
+        self._started[id(plan)] = self._pace.now(), len(ordered) - sum(s.prefilling for s in rows), chunk
         self._launched[id(plan)] = [self._launch(sequence, row, plan) for sequence, row in ordered]
+        plan.moves, arriving = self.cache.moves()
+        plan.copies += arriving
         return plan
+
+    def _room(self, budget: int, streams: int) -> int:
+        """What prompts may take of the budget: as much as holds up nobody, unless more wait for their first token than
+        for their next one. Those who wait for a slot do not count.
+        """
+        prompts = sum(s.prefilling for s in self.running) + min(len(self.waiting), self.limits.seqs - len(self.running))
+        return min(budget, self._pace.room()) if self.limits.paced and streams >= prompts else budget
+
+    def _prefill(self, room: int, plan: Plan, rows: dict[Sequence, Row]) -> None:
+        """Share `room` tokens among the prompts: at least half for the first in line, the rest for whoever needs least.
+
+        So equal prompts come one after the other, a short one does not wait behind a long one, and a long one gets on
+        however many short ones come.
+        """
+        first = min((s for s in self.running if s.prefilling), key=lambda s: s.order, default=None)
+        kept = room - room // 2
+        if first is not None and kept < room and (short := self._next(rows)) is not None and short.todo < first.todo:
+            self._admit(plan, rows)
+        for sequence in sorted([s for s in self.running if s not in rows], key=lambda s: s.todo):
+            kept = 0 if sequence is first or first is None else min(kept, first.todo)
+            room -= self._give(sequence, room - kept, plan, rows)
+        while room > 0 and (entering := self._admit(plan, rows)) is not None:
+            room -= self._give(entering, room, plan, rows)
+
+    def _give(self, sequence: Sequence, budget: int, plan: Plan, rows: dict[Sequence, Row]) -> int:
+        """A row for a sequence, of at most `budget` tokens -> its tokens; 0: none now."""
+        n = self._share(sequence, budget)
+        if n <= 0 or not sequence.slot or not self._grow(sequence, n, plan, rows):
+            return 0
+        rows[sequence] = self._row(sequence, n)
+        return n
 
     def _share(self, sequence: Sequence, budget: int) -> int:
         """Tokens for a sequence in this step; it stops where its state is to be kept."""
@@ -216,14 +270,27 @@ class Scheduler:
         others = [s for s in self.running if s is not first] or [first]
         return max(others, key=lambda s: (s.order[0], -s.computed, s.order))
 
-    def _admit(self, plan: Plan) -> Sequence | None:
+    def _next(self, rows: dict[Sequence, Row]) -> Sequence | None:
+        """The first in the queue that the limits on prompts under way let in, given the rows of this step."""
+        limits = self.limits
+        if not self.waiting or len(self.running) == limits.seqs:
+            return None
+        if limits.partial_prefills or limits.long_partial_prefills:
+            left = [s.todo - (rows[s].n if s in rows else 0) for s in self.running if s.prefilling]
+            if limits.partial_prefills and sum(n > 0 for n in left) >= limits.partial_prefills:
+                return None
+            if limits.long_partial_prefills and sum(n > limits.long for n in left) >= limits.long_partial_prefills:
+                return min((entry for entry in self.waiting if entry[1].todo <= limits.long), default=(None, None))[1]
+        return self.waiting[0][1]
+
+    def _admit(self, plan: Plan, rows: dict[Sequence, Row]) -> Sequence | None:
         """Start the next waiting sequence, if there is a slot, there are pages for it, and nothing of it is under way.
 
         One that was preempted while its last step runs waits for what that step brings.
         """
-        if not self.waiting or len(self.running) == self.limits.seqs or self.waiting[0][1].pending:
+        sequence = self._next(rows)
+        if sequence is None or sequence.pending:
             return None
-        sequence = self.waiting[0][1]
         request, params = sequence.request, sequence.request.params
         # prompt log-probabilities need every logit of the prompt
         hit = Hit() if sequence.prompt_logprobs is not None else self.cache.match(sequence.tokens, request.cache_salt)
@@ -235,7 +302,7 @@ class Scheduler:
             if chain is not None:
                 self.cache.leave(chain)
             return None
-        heapq.heappop(self.waiting)
+        self._unqueue(sequence)
         self.running.append(sequence)
         sequence.slot, sequence.chain, sequence.computed = slot, chain, hit.length
         sequence.marks = self._marks(sequence, hit)
@@ -253,13 +320,20 @@ class Scheduler:
                 stop_ids=tuple(sorted(sequence.stop_ids)),
                 tokens=list(sequence.tokens) if params.looks_back else [],
                 computed=hit.length,
-                source=hit.snapshot.slot if hit.snapshot is not None else 0,
+                source=self.cache.restore(hit, slot),
             )
         )
-        if hit.snapshot is not None and hit.snapshot.page:
-            plan.copies.append((hit.snapshot.page, chain.pages[-1]))
+        if hit.page:
+            plan.copies.append((hit.page, chain.pages[-1]))
         plan.pages += [(slot, index, page) for index, page in enumerate(chain.pages)]
         return sequence
+
+    def _unqueue(self, sequence: Sequence) -> None:
+        if self.waiting[0][1] is sequence:
+            heapq.heappop(self.waiting)
+        else:
+            self.waiting = [entry for entry in self.waiting if entry[1] is not sequence]
+            heapq.heapify(self.waiting)
 
     def _marks(self, sequence: Sequence, hit: Hit) -> tuple[int, ...]:
         """Where the prompt's state is worth keeping, longest first."""
@@ -281,6 +355,7 @@ class Scheduler:
         if entered:  # in this very plan: it has no state yet, and gets none
             plan.admits.remove(entered[0])
             plan.copies = [copy for copy in plan.copies if copy[1] not in victim.chain.pages]
+            self.cache.withdraw(victim.chain, victim.slot)
         plan.pages = [entry for entry in plan.pages if entry[0] != victim.slot]
         self._release(victim, keep=not entered)
         heapq.heappush(self.waiting, (victim.order, victim))
@@ -310,6 +385,7 @@ class Scheduler:
     def commit(self, plan: Plan, results: list[Sampled]) -> list[Delta]:
         """Take in what a launched step brought: one Sampled per row of the plan. Steps are committed in order."""
         out, self._out = self._out, []
+        self._pace.took(*self._started.pop(id(plan)))
         self._stats.steps += 1
         tokens = sum(row.n for row in plan.rows)
         self._stats.step_tokens += tokens
@@ -355,8 +431,12 @@ class Scheduler:
             self.cache.free_slot(snapshot)
 
     def fail(self, plan: Plan, message: str) -> list[Delta]:
-        """A step could not be run: its sequences end with an error, the others go on."""
+        """A step could not be run: its sequences end with an error, the others go on.
+
+        What it moved or copied may not be where the index thinks it is: nothing that rests is trusted any more.
+        """
         out, self._out = self._out, []
+        del self._started[id(plan)]
         for launch in self._launched.pop(id(plan)):
             if launch.snapshot:
                 self.cache.free_slot(launch.snapshot)
@@ -364,6 +444,8 @@ class Scheduler:
             if self._by_id.get(request_id) is launch.sequence:
                 delta = Delta(request_id=request_id, finish_reason="error", error=message)
                 out.append(self._finish(launch.sequence, delta))
+        if plan.moves is not None:
+            self.cache.clear()
         return out
 
     def drain(self) -> list[Delta]:
@@ -403,8 +485,7 @@ class Scheduler:
         if sequence.slot:
             self._release(sequence, keep=delta.finish_reason != "error", ended=delta.finish_reason == "stop")
         else:
-            self.waiting = [entry for entry in self.waiting if entry[1] is not sequence]
-            heapq.heapify(self.waiting)
+            self._unqueue(sequence)
         self._stats.finished[delta.finish_reason] = self._stats.finished.get(delta.finish_reason, 0) + 1
         return delta
 
