@@ -17,8 +17,8 @@ program needs it, and a step is much shorter. Here who waits gives way after a m
 typedef void Kernel(const void *arguments, int thread, int threads);
 
 enum {
-    SPINS = 2000,   /* looks before the processor is offered to others: some 20 us */
-    YIELDS = 2000,  /* such offers before a thread without work sleeps: some ms */
+    SPINS = 64,     /* looks before the processor is offered to others: some us; its taker may be one of the team */
+    YIELDS = 8000,  /* such offers before a thread without work sleeps: some ms */
     MOST_THREADS = 256,
 };
 
