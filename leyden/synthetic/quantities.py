@@ -4,7 +4,7 @@ With thinking the sum is written out, after a line that repeats the given number
 that the kind of sum is settled before the sum; without, only sums that are one step long are asked.
 """
 
-from leyden.synthetic.arithmetic import add, cents, divide, subtract, times, total
+from leyden.synthetic.arithmetic import add, cents, choose, divide, subtract, times, total
 from leyden.synthetic.conversation import Example, question
 from leyden.synthetic.draw import Draw
 from leyden.synthetic.toolbox import plural
@@ -169,8 +169,8 @@ def longer(draw: Draw, thinking: bool) -> Example:
     slots = {"a": amounts[0][0], "x": amounts[0][1], "b": amounts[1][0], "y": amounts[1][1]}
     winner = a if result > other else b
     given = ", ".join(f"{name} {amount}" for name, amount in amounts)
-    compared = f"{result} or {other}: {max(result, other)} is {winner}"
-    working = f"which is more: {given}. 1 {large} = {factor} {small}. {working}. {compared}"
+    compared, most = choose(result, other, True)
+    working = f"which is more: {given}. 1 {large} = {factor} {small}. {working}. {compared}. {most} is {winner}"
     return _answered(draw, thinking, draw.text("quantities.compare", **slots), winner, working)
 
 
