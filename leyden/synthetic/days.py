@@ -123,9 +123,7 @@ def rewrite(draw: Draw, thinking: bool) -> Example:
         return question(draw, thinking, draw.text("days.iso", said=said), str(day), calendar.iso_working(said, day))
     minutes = draw.between(60, 22 * 60 + 55)
     said, answer = calendar.half_day_clock(minutes), calendar.clock(minutes)
-    hour, after = minutes // 60, minutes >= 13 * 60
-    working = f"{hour - 12} pm: {hour - 12} + 12 = {hour}" if after else f"{said}: the hour stays {hour}"
-    return question(draw, thinking, draw.text("days.clock", said=said), answer, working)
+    return question(draw, thinking, draw.text("days.clock", said=said), answer, calendar.clock_working(minutes))
 
 
 def in_weeks(draw: Draw, thinking: bool) -> Example:
