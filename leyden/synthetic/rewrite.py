@@ -11,7 +11,7 @@ _POOLS = ("city", "product", "food", "first_name", "tag", "color", "code_word")
 
 
 def sort_numbers(draw: Draw, thinking: bool) -> Example:
-    """Numbers in rising or falling order; the reasoning looks for the smallest (or largest) one again and again."""
+    """Numbers in rising or falling order; the reasoning looks for the smallest (or largest) of what is left."""
     top = draw.pick((20, 99, 99, 500))
     numbers = draw.sample(range(1, top), draw.between(3, 5) if thinking else 3)
     falling = draw.chance(0.4)
@@ -22,7 +22,7 @@ def sort_numbers(draw: Draw, thinking: bool) -> Example:
         for other in left[1:]:
             step, best = choose(best, other, falling)
             tried.append(step)
-        steps.append(", ".join(tried))
+        steps.append(f"{', '.join(map(str, left))}. {', '.join(tried)}")
         left.remove(number)
     name = "rewrite.falling" if falling else "rewrite.rising"
     text = draw.text(name, numbers=", ".join(map(str, numbers)))
