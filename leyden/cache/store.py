@@ -101,7 +101,7 @@ class Store:
 
 
 def _in_a_file(places: int, width: int) -> Tensor:
-    """uint8 [places, width]. Raises ConfigError where there is no room: found out now, not by the first page too many."""
+    """uint8 [places, width]. Raises ConfigError where there is no room: now, not when the last page is written."""
     size = max(1, places * width)
     with tempfile.TemporaryFile() as file:
         try:
