@@ -5,7 +5,6 @@ import contextlib
 import random
 import re
 import time
-from functools import partial
 
 import httpx
 import openai
