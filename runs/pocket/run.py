@@ -62,7 +62,7 @@ def full() -> Plan:
         answer_tokens=640,
         seconds=700,
         flags=(
-            *("--optimizer", "muon", "--lr", "4e-3", "--warmup", "100", "--batch-tokens", "32768"),
+            *("--optimizer", "muon", "--lr", "4e-3", "--warmup", "100", "--batch-tokens", "65536"),
             *("--prompt-weight", "0.1", "--mtp-depths", "3", "--mtp-weight", "0.3"),
         ),
     )
