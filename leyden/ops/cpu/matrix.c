@@ -117,9 +117,14 @@ INLINE vec codes_at(const char *codes, int64_t c, int64_t count, const int kind)
     return nibbles(codes + c / 2, count, kind == E2M1 ? E2M1_VALUES : INT4_VALUES);
 }
 
+/* Rows follow each other in memory, but a row is short and two may be read side by side: what a processor foresees by
+itself is less than what memory delivers. So kernels ask for what they will read so many bytes from now. */
+enum { AHEAD = 4096 };
+
 INLINE void unpack_as(const Matrix *m, int64_t row, void *out, const int kind, const int type) {
-    const char *codes = m->codes + row * row_bytes(m);
-    const int64_t columns = m->columns;
+    const int64_t columns = m->columns, bytes = row_bytes(m);
+    const char *codes = m->codes + row * bytes;
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(codes + AHEAD + at, 0, 2);
     if (kind == Q8_0 || kind == Q4_0) {
         for (int64_t c = 0; c < columns; c += LANES) {
             const char *block = codes + c / Q_RUN * (kind == Q8_0 ? 34 : 18);
@@ -197,10 +202,8 @@ typedef struct {
 
 enum { NIBBLES = 128, OCTETS = 64, FLOATS = 64 }; /* columns that are taken together */
 
-/* Rows follow each other in memory, but a row is short and two may be read side by side: what a processor foresees by
-itself is less than what memory delivers. R rows ask for what follows them, in the order of the addresses: at byte `at`
-of a row, the r-th asks R * at + 64 r beyond `ahead`. */
-enum { AHEAD = 4096 };
+/* R rows ask for what follows them, in the order of the addresses: at byte `at` of a row, the r-th asks R * at + 64 r
+beyond `ahead`. */
 INLINE const char *ahead_of(const char *codes, const int R, int64_t bytes) {
     return codes + (R * bytes > AHEAD ? R * bytes : AHEAD);
 }
@@ -331,12 +334,34 @@ INLINE __m512i lanes_of(const Matrix *m, int64_t taken, int64_t columns) {
     return _mm512_srlv_epi32(lane, _mm512_set1_epi32(__builtin_ctzll((uint64_t)(wide / columns))));
 }
 
-/* What the products of a row with bytes come to. */
-INLINE float fixed_sum(const Matrix *m, vec acc, const float *scales, const Head *x) {
+/* out[t * stride + r] = the sum of acc[r][t], times `by`, times the step of x[t] if it is fixed point. */
+INLINE void hand_out(vec acc[MOST_ROWS][MOST_TOKENS], const void *const *x, float by, int fixed, float *out,
+                     int64_t stride, const int R, const int T) {
+    float flat[LANES];
+    if (R * T > 2) {
+        vec all[LANES] = {};
+        for (int r = 0; r < R; r++)
+            for (int t = 0; t < T; t++) all[r * T + t] = acc[r][t];
+        store_all(sums(all), flat, F32);
+    } else {
+        for (int i = 0; i < R * T; i++) flat[i] = sum(acc[i / T][i % T]);
+    }
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++)
+            out[t * stride + r] = flat[r * T + t] * (fixed ? ((const Head *)x[t])->step * by : by);
+}
+
+/* Takes away what the offset of bytes added. */
+INLINE void settle(const Matrix *m, vec acc[MOST_ROWS][MOST_TOKENS], float scales[MOST_ROWS][MOST_SCALES + LANES],
+                   const void *const *x, const int R, const int T) {
     const int64_t groups = m->scales ? scales_of_a_row(m) : 1;
-    const float *sums = sums_of(m, x);
-    for (int64_t i = 0; i < groups; i += LANES) acc += load(scales, i, groups, F32) * load(sums, i, groups, F32);
-    return sum(acc) * x->step;
+    for (int t = 0; t < T; t++) {
+        const float *sums = sums_of(m, x[t]);
+        for (int64_t i = 0; i < groups; i += LANES) {
+            const vec less = load(sums, i, groups, F32);
+            for (int r = 0; r < R; r++) acc[r][t] += load_all(scales[r] + i, F32) * less;
+        }
+    }
 }
 
 /* Doubled 4-bit floats, plus the offset. */
@@ -387,9 +412,7 @@ INLINE void dots_of_nibbles(const Matrix *m, int64_t row, const void *const *x, 
             }
         }
     }
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++)
-            out[t * stride + r] = sum(acc[r][t]) * ((const Head *)x[t])->step * (kind == E2M1 ? 0.5f : 1.0f);
+    hand_out(acc, x, kind == E2M1 ? 0.5f : 1.0f, 1, out, stride, R, T);
 }
 
 INLINE void dots_of_runs(const Matrix *m, int64_t row, const void *const *x, float *out, int64_t stride, const int R,
@@ -428,9 +451,10 @@ INLINE void dots_of_runs(const Matrix *m, int64_t row, const void *const *x, flo
             }
         }
     }
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++)
-            out[t * stride + r] = sum(_mm512_zextps256_ps512(acc[r][t])) * ((const Head *)x[t])->step;
+    vec wide[MOST_ROWS][MOST_TOKENS];
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) wide[r][t] = _mm512_zextps256_ps512(acc[r][t]);
+    hand_out(wide, x, 1.0f, 1, out, stride, R, T);
 }
 
 /* Groups of columns narrower than 64: each 64 have several scales. */
@@ -469,8 +493,8 @@ INLINE void dots_of_octets(const Matrix *m, int64_t row, const void *const *x, f
             }
         }
     }
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++) out[t * stride + r] = fixed_sum(m, acc[r][t], scales[r], x[t]);
+    settle(m, acc, scales, x, R, T);
+    hand_out(acc, x, 1.0f, 1, out, stride, R, T);
 }
 
 /* Groups of 64 columns or more: sums stay whole numbers until the scale changes, or until 32 bits may not hold them. */
@@ -517,8 +541,8 @@ INLINE void dots_of_long_octets(const Matrix *m, int64_t row, const void *const 
                     acc[r][t] += scales[r][scale] * (vec)_mm512_cvtepi32_ps(all);
                 }
         }
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++) out[t * stride + r] = fixed_sum(m, acc[r][t], scales[r], x[t]);
+    settle(m, acc, scales, x, R, T);
+    hand_out(acc, x, 1.0f, 1, out, stride, R, T);
 }
 
 INLINE void dots_of_floats(const Matrix *m, int64_t row, const void *const *x, float *out, int64_t stride, const int R,
@@ -559,8 +583,7 @@ INLINE void dots_of_floats(const Matrix *m, int64_t row, const void *const *x, f
             }
         }
     }
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++) out[t * stride + r] = sum(acc[r][t]);
+    hand_out(acc, x, 1.0f, 0, out, stride, R, T);
 }
 
 INLINE void dots_as(const Matrix *m, int64_t row, const void *const *x, float *out, int64_t stride, const int R,
