@@ -72,6 +72,7 @@ class Ladder:
                 max_model_len=most + _STEPS + 16,
                 kv_cache_memory_bytes=4 * 2**30,
                 device="cpu",
+                enable_prefix_caching=False,  # or a prompt would stop where its state is kept
             )
         )
         self.model = self.engine.runner.model

@@ -302,3 +302,77 @@ KERNEL(attention_join, Attention) {
         }
     }
 }
+
+/* A drafter's blocks: row r of `rows` sees its past in the store, and its own keys and values, which are not there. */
+typedef struct {
+    const void *q, *k, *v; /* [tokens, heads * dim], of the store's heads for k and v */
+    const void *sinks;     /* [heads] or null: one more score for each query, without a value */
+    void *out;             /* [tokens, heads * dim] */
+    float *desk;           /* [threads, desk_size]: room to work in */
+    Store store;
+    Rows rows;
+    int64_t heads, q_stride, k_stride, v_stride, desk_size, type, sink_type, causal, window; /* window 0: none */
+    double scale;
+} Block;
+
+/* The queries of row r that share a key head. They all look at a key before the next one is read. */
+INLINE void attend_block(const Block *a, float *desk, int64_t r, int64_t head, const int type) {
+    const Store *s = &a->store;
+    const int64_t dim = s->dim, width = (dim + LANES - 1) / LANES * LANES, group = a->heads / s->heads;
+    const int64_t start = a->rows.starts[r], past = a->rows.past[r], n = a->rows.starts[r + 1] - start;
+    const int64_t count = n * group, first = a->window && past >= a->window ? past - a->window + 1 : 0;
+    float *q = desk, *sums = q + count * width, *most = sums + count * width, *total = most + count;
+    float key[MOST_DIM + LANES], value[MOST_DIM + LANES];
+    for (int64_t m = 0; m < count; m++) {
+        const int64_t query = head * group + m % group, at = (start + m / group) * a->q_stride + query * dim;
+        for (int64_t e = 0; e < width; e += LANES) {
+            store_all(load((const char *)a->q + at * size_of(type), e, dim, type) * (float)a->scale, q + m * width + e, F32);
+            store_all((vec){}, sums + m * width + e, F32);
+        }
+        most[m] = a->sinks ? load_one(a->sinks, query, (int)a->sink_type) : -INFINITY;
+        total[m] = a->sinks ? 1 : 0;
+    }
+    for (int64_t position = first; position < past + n; position++) {
+        const int64_t own = position - past, at = own < 0 ? place(s, &a->rows, r, position, head) : 0;
+        const int kept = own < 0 ? (int)s->type : type;
+        const char *k = own < 0 ? s->keys + at * size_of(kept)
+                                : (const char *)a->k + ((start + own) * a->k_stride + head * dim) * size_of(kept);
+        const char *v = own < 0 ? s->values + at * size_of(kept)
+                                : (const char *)a->v + ((start + own) * a->v_stride + head * dim) * size_of(kept);
+        for (int64_t e = 0; e < width; e += LANES) {
+            store_all(load(k, e, dim, kept), key + e, F32);
+            store_all(load(v, e, dim, kept), value + e, F32);
+        }
+        for (int64_t m = 0; m < count; m++) {
+            const int64_t i = m / group;
+            if (own < 0 ? a->window && position <= past + i - a->window : a->causal && own > i) continue;
+            vec dot = {};
+            for (int64_t e = 0; e < width; e += LANES) dot += load_all(q + m * width + e, F32) * load_all(key + e, F32);
+            const float score = sum(dot);
+            float shrink = 1;
+            if (score > most[m]) {
+                shrink = vexp(splat(most[m] - score))[0];
+                most[m] = score;
+            }
+            const float weight = vexp(splat(score - most[m]))[0];
+            total[m] = total[m] * shrink + weight;
+            for (int64_t e = 0; e < width; e += LANES) {
+                float *at_sum = sums + m * width + e;
+                store_all(load_all(at_sum, F32) * shrink + load_all(value + e, F32) * weight, at_sum, F32);
+            }
+        }
+    }
+    for (int64_t m = 0; m < count; m++) {
+        const int64_t cell = (start + m / group) * a->heads + head * group + m % group;
+        for (int64_t e = 0; e < dim; e += LANES)
+            store(load_all(sums + m * width + e, F32) / total[m], a->out, cell * dim + e, (cell + 1) * dim, type);
+    }
+}
+
+KERNEL(block_attention, Block) {
+    int64_t unit = 0;
+    for (int64_t r = 0; r < a->rows.count; r++)
+        for (int64_t head = 0; head < a->store.heads; head++)
+            if (unit++ % threads == thread)
+                TYPED(a->type, attend_block(a, a->desk + thread * a->desk_size, r, head, T));
+}

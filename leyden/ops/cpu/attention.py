@@ -7,9 +7,9 @@ from leyden.ops.cpu.program import Kernel, empty, has_rows, run, types
 from leyden.ops.reference import attention as reference
 from leyden.ops.rows import Rows
 
-_STORE, _ROWS = "tttiiiii", "ttti"
-_WRITE = Kernel("kv_write", "tt" + _STORE + _ROWS + "iii")
-_ATTENTION_LAYOUT = "tttt" + _STORE + _ROWS + "iiiiiid"
+STORE, ROWS = "tttiiiii", "ttti"
+_WRITE = Kernel("kv_write", "tt" + STORE + ROWS + "iii")
+_ATTENTION_LAYOUT = "tttt" + STORE + ROWS + "iiiiiid"
 _ATTENTION = Kernel("attention", _ATTENTION_LAYOUT)
 _JOIN = Kernel("attention_join", _ATTENTION_LAYOUT)
 
@@ -22,21 +22,21 @@ def kv_write(k: Tensor, v: Tensor, cache: Tensor, rows: Rows) -> None:
     k2, v2 = k.flatten(-2), v.flatten(-2)
     if not (has_rows(k2) and has_rows(v2) and k.dtype == v.dtype and cache.dtype in types and cache.is_contiguous()):
         return reference.kv_write(k, v, cache, rows)
-    step = _WRITE(k2, v2, *_pages(cache, rows), *_places(rows), k2.stride(0), v2.stride(0), types[k.dtype])
+    step = _WRITE(k2, v2, *pages(cache, rows), *places(rows), k2.stride(0), v2.stride(0), types[k.dtype])
     run(step, work=4 * k.numel())
     return None
 
 
 def attention(q: Tensor, cache: Tensor, rows: Rows) -> Tensor:
     flat = q.flatten(-2)
-    if not (_known(q, cache.shape[3]) and cache.dtype in types and cache.is_contiguous()):
+    if not (known(q, cache.shape[3]) and cache.dtype in types and cache.is_contiguous()):
         return reference.attention(q, cache, rows)
-    return _attention(flat, q.shape[1], _pages(cache, rows), cache.shape[3], cache.shape[4], rows)
+    return _attention(flat, q.shape[1], pages(cache, rows), cache.shape[3], cache.shape[4], rows)
 
 
 def attention_packed(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
     flat = q.flatten(-2)
-    if not (_known(q, k.shape[1]) and k.is_contiguous() and v.is_contiguous() and q.dtype == k.dtype == v.dtype):
+    if not (known(q, k.shape[1]) and k.is_contiguous() and v.is_contiguous() and q.dtype == k.dtype == v.dtype):
         return reference.attention_packed(q, k, v, rows)
     _, heads, dim = k.shape
     return _attention(flat, q.shape[1], (k, v, None, 0, 1, heads, dim, types[k.dtype]), heads, dim, rows)
@@ -53,23 +53,23 @@ def _attention(q: Tensor, heads: int, store: tuple[object, ...], kv_heads: int, 
     desk, out = empty(threads, size, dtype=torch.float32), empty(len(q), heads, dim, dtype=q.dtype)
     parts = empty(len(q), heads, splits, dim + 2, dtype=torch.float32) if splits > 1 else None
     form = (heads, q.stride(0), block, splits, size, types[q.dtype], dim**-0.5)
-    arguments = (q, out, parts, desk, *store, *_places(rows), *form)
+    arguments = (q, out, parts, desk, *store, *places(rows), *form)
     steps = [_ATTENTION(*arguments)] + ([_JOIN(*arguments)] if splits > 1 else [])
     run(*steps)
     return out
 
 
-def _known(q: Tensor, kv_heads: int) -> bool:
+def known(q: Tensor, kv_heads: int) -> bool:
     _, heads, dim = q.shape
     return has_rows(q.flatten(-2)) and heads // kv_heads <= _MOST_QUERIES and dim <= _MOST_DIM
 
 
-def _pages(cache: Tensor, rows: Rows) -> tuple[object, ...]:
+def pages(cache: Tensor, rows: Rows) -> tuple[object, ...]:
     """The fields of a Store for cache [2, pages, page, heads, dim]."""
     assert rows.pages is not None and rows.pages.stride(1) == 1
     _, _, page, heads, dim = cache.shape
     return cache[0], cache[1], rows.pages, rows.pages.stride(0), page, heads, dim, types[cache.dtype]
 
 
-def _places(rows: Rows) -> tuple[object, ...]:
+def places(rows: Rows) -> tuple[object, ...]:
     return rows.starts, rows.past, rows.slots, len(rows.lens)
