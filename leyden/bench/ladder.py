@@ -10,7 +10,7 @@ import json
 import resource
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,7 +61,16 @@ def floor_bytes(model: Nemotron, engine: Engine, batch: int, context: int) -> fl
 class Ladder:
     """An engine and the sequences that it is measured with."""
 
-    def __init__(self, folder: Path, quantization: str | None, load_format: str, batches: list[int], most: int):
+    def __init__(
+        self,
+        folder: Path,
+        quantization: str | None,
+        load_format: str,
+        batches: list[int],
+        most: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._clock = clock
         started = time.monotonic()
         self.engine = Engine.load(
             EngineConfig(
@@ -94,14 +103,14 @@ class Ladder:
             self._count += 1
             params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
             self.engine.submit(Request(id=str(self._count), prompt=prompt, params=params))
-        waiting, started = {str(self._count - i) for i in range(batch)}, time.perf_counter()
+        waiting, started = {str(self._count - i) for i in range(batch)}, self._clock()
         while waiting:
             waiting -= {delta.request_id for delta in self.engine.step() if delta.token_ids}
-        first, seconds = time.perf_counter() - started, []
+        first, seconds = self._clock() - started, []
         for _ in range(steps if steps > 1 else 0):
-            began = time.perf_counter()
+            began = self._clock()
             self.engine.step()
-            seconds.append(time.perf_counter() - began)
+            seconds.append(self._clock() - began)
         while self.engine.busy:
             self.engine.step()
         return first, seconds
@@ -138,6 +147,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement; medians count (default 3)")
     parser.add_argument("--threads", type=int, help="default: as torch chooses, which OMP_NUM_THREADS changes")
     parser.add_argument("--reference", action="store_true", help="run the reference ops instead of the kernels")
+    parser.add_argument("--processor-time", action="store_true", help="count seconds of processors, not of the clock")
     parser.add_argument("--since", type=float, help=argparse.SUPPRESS)  # when the process was started, time.time()
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     given = parser.parse_args(argv)
@@ -147,7 +157,8 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as made, ops.using("reference") if given.reference else nullcontext():
         folder = resolve(given.model) if given.model else middling.describe(Path(made))
         load_format = "auto" if given.model else "dummy"
-        ladder = Ladder(folder, given.quantization, load_format, batches, max(contexts + prefill))
+        clock = time.process_time if given.processor_time else time.perf_counter
+        ladder = Ladder(folder, given.quantization, load_format, batches, max(contexts + prefill), clock)
         load_s = ladder.loaded - given.since if given.since else ladder.load_s
         cells = [ladder.decode(batch, context, given.repeats) for context in contexts for batch in batches]
         reading = {tokens: ladder.prefill(tokens, given.repeats) for tokens in prefill}

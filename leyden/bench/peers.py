@@ -6,7 +6,9 @@ them. Medians count, and the ratios of this engine to each other one.
 
 They do not suffer alike from what else runs: llama.cpp's threads wait for each other in a loop, and where one of them
 has no processor it falls to a tenth. So a turn waits for a quiet machine (--patience), and the processors that others
-used meanwhile are a line of the table: with much more than zero there, the ratios mean nothing.
+used meanwhile are a line of the table: with much more than zero there, the ratios mean nothing. --processor-time, with
+one thread, counts what the engines themselves used, and so bears company; for llama.cpp that is the difference between
+two runs, one of them longer.
 """
 
 import argparse
@@ -36,6 +38,8 @@ def _ours(given: argparse.Namespace) -> Figures:
         command += [f"--{name}", str(getattr(given, name))]
     if given.quantization:
         command += ["--quantization", given.quantization]
+    if given.processor_time:
+        command.append("--processor-time")
     said, peak, _ = _child([*command, "--since", str(time.time())])
     made = json.loads(said.splitlines()[-1])
     figures = {_decoding(cell["batch"], cell["context"]): cell["tokens_per_s"] for cell in made["decode"]}
@@ -47,6 +51,8 @@ def _transformers(given: argparse.Namespace) -> Figures:
     command = [sys.executable, "-m", "leyden.bench.peers", given.model, "--measure-transformers"]
     for name in ("batches", "contexts", "prefill", "threads"):
         command += [f"--{name}", str(getattr(given, name))]
+    if given.processor_time:
+        command.append("--processor-time")
     said, peak, _ = _child([*command, "--since", str(time.time())])
     figures: Figures = json.loads(said.splitlines()[-1])
     return figures | {"peak, GiB": peak / 2**30}
@@ -75,6 +81,32 @@ def _llama(given: argparse.Namespace) -> Figures:
             figures[_decoding(batch, context)] = run["speed_tg"]
             peak = max(peak, more)
     return figures | {"peak, GiB": peak / 2**30}
+
+
+def _llama_processor_time(given: argparse.Namespace) -> Figures:
+    """Tokens per second of processor."""
+    programs, common = Path(given.llama), ["-m", given.gguf, "-t", str(given.threads)]
+    bench = [str(programs / "llama-bench"), *common, "-r", "1", "--no-warmup"]
+    _, peak, seconds = _child([*bench, "-p", "0", "-n", "1"])
+    figures: Figures = {"load, s": seconds, "peak, GiB": peak / 2**30}
+
+    def rate(command: list[str], option: str, short: int, long: int, each: int = 1) -> float:
+        used = []
+        for length in (short, long):
+            before = os.times()
+            _child([*command, option, str(length)])
+            after = os.times()
+            used.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        return each * (long - short) / (used[1] - used[0])
+
+    for tokens in [int(p) for p in given.prefill.split(",") if p]:
+        figures[_reading(tokens)] = rate([*bench, "-n", "0"], "-p", 8, tokens)
+    for context in [int(c) for c in given.contexts.split(",")]:
+        for batch in [int(b) for b in given.batches.split(",")]:
+            size = ["-npp", str(context), "-npl", str(batch), "-c", str(batch * (context + 64))]
+            several = [str(programs / "llama-batched-bench"), *common, *size]
+            figures[_decoding(batch, context)] = rate(several, "-ntg", 4, 4 + _STEPS, batch)
+    return figures
 
 
 def _child(command: list[str]) -> tuple[str, int, float]:
@@ -141,6 +173,7 @@ def measure_transformers(given: argparse.Namespace) -> Figures:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(given.threads)
+    clock = time.process_time if given.processor_time else time.perf_counter
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16).eval()
     random = torch.Generator().manual_seed(0)
 
@@ -149,10 +182,10 @@ def measure_transformers(given: argparse.Namespace) -> Figures:
         tokens = torch.randint(0, model.config.vocab_size, (batch, context), generator=random)
         cache = None
         for _ in range(1 + steps):
-            started = time.perf_counter()
+            started = clock()
             made = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache, tokens = made.past_key_values, made.logits[:, -1:].argmax(-1)
-            yield time.perf_counter() - started
+            yield clock() - started
 
     figures: Figures = {}
     with torch.inference_mode():
@@ -179,6 +212,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--prefill", default="512,2048", help="tokens of prompts (default 512,2048)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every engine (default: all)")
     parser.add_argument("--repeats", type=int, default=3, help="turns of every engine (default 3)")
+    parser.add_argument("--processor-time", action="store_true", help="count seconds of processors, not of the clock")
     parser.add_argument(
         "--patience", type=float, default=60, help="seconds that a turn waits for a quiet machine (default 60)"
     )
@@ -194,7 +228,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("llama.cpp needs both --llama (its programs) and --gguf (the weights)")
     engines: dict[str, Callable[[argparse.Namespace], Figures]] = {"leyden": _ours}
     if given.llama:
-        engines["llama.cpp"] = _llama
+        engines["llama.cpp"] = _llama_processor_time if given.processor_time else _llama
     if not given.no_transformers and importlib.util.find_spec("transformers"):
         engines["transformers"] = _transformers
     turns: dict[str, list[Figures]] = defaultdict(list)
