@@ -104,10 +104,10 @@ def _pieces(parameters: Iterable[Tensor]) -> Iterator[memoryview]:
                 piece[filled : filled + count] = part[:count]
                 part, filled = part[count:], filled + count
                 if filled == _PIECE:
-                    yield memoryview(piece.numpy())
+                    yield piece.numpy().data
                     filled = 0
     if filled:
-        yield memoryview(piece[:filled].numpy())
+        yield piece[:filled].numpy().data
 
 
 def _folder() -> Path:
