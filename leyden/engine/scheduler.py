@@ -54,7 +54,7 @@ class Sequence:
     order: tuple[int, float, int]  # (priority, arrival, number): lower runs first, higher is preempted first
     computed: int = 0  # tokens that launched steps cover, if all drafts in them are right
     pending: int = 0  # tokens that launched steps will have sampled, if all drafts in them are right
-    guesses: int = 0  # the drafts in those steps
+    guesses: int = 0  # of these, tokens that may not become part of it: the drafts in those steps
     drafts: int = 0  # drafts that wait on the device for its next row
     slot: int = 0  # 0: not running
     chain: Chain | None = None  # its pages, while it runs
@@ -327,15 +327,35 @@ class Scheduler:
             computed = row.start + row.n
             if row.sample:
                 sequence.pending -= 1 + row.drafts
-                sequence.tokens += result.tokens
+                sampled = len(result.tokens)
+                self._extend(sequence, result)
                 computed = len(sequence.tokens) - 1
             if runs:
                 sequence.guesses -= row.drafts
-                sequence.computed -= 1 + row.drafts - len(result.tokens) if row.sample else 0
+                if row.sample:
+                    sequence.computed -= 1 + row.drafts - sampled
+                    sequence.guesses += sampled - len(result.tokens)  # the state is ahead of the text by those
                 self._share_pages(sequence, computed, launch.snapshot)
             if row.sample:
                 out.append(self._report(sequence, result))
         return out
+
+    def _extend(self, sequence: Sequence, result: Sampled) -> None:
+        """Append what was sampled. What stands behind the end of a repetition goes: only drafts brought it."""
+        if sequence.request.params.repetition_detection is None:
+            sequence.tokens += result.tokens
+            return
+        for n, token in enumerate(result.tokens, start=1):
+            sequence.tokens.append(token)
+            if self._repeats(sequence):
+                result.tokens = result.tokens[:n]
+                result.logprobs = result.logprobs and result.logprobs[:n]
+                return
+
+    def _repeats(self, sequence: Sequence) -> bool:
+        params, start = sequence.request.params, sequence.prompt_len
+        enough = len(sequence.tokens) - start >= params.min_tokens
+        return enough and repeats(sequence.tokens, start, params.repetition_detection)
 
     def _count(self, row: Row, result: Sampled) -> None:
         stats = self._stats
@@ -391,9 +411,7 @@ class Scheduler:
             delta.finish_reason, delta.stop_reason = "stop", token if named else None
         elif len(sequence.tokens) >= sequence.limit:
             delta.finish_reason = "length"
-        elif generated >= request.params.min_tokens and repeats(
-            sequence.tokens, sequence.prompt_len, request.params.repetition_detection
-        ):
+        elif self._repeats(sequence):
             delta.finish_reason = "repetition"
         return self._finish(sequence, delta) if delta.finish_reason else delta
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from leyden.model.context import Context
-from leyden.types import Request, SamplingParams
+from leyden.types import Repetition, Request, SamplingParams
 from tests.engine import drafters
 from tests.engine import test_thinking as thinking
 from tests.engine.conftest import engine, oracle, run, tiny
@@ -203,6 +203,28 @@ def test_p30_max_tokens_and_the_context_end_inside_a_block(model, answers, texts
         )
         deltas = run(short, [(0, greedy("a", prompt_of(17), N))])["a"]
         assert answer_of(deltas) == (answers[17][: longest - 17], "length", None)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("width", [1, 3, 4, 7])
+def test_p30_a_repetition_ends_inside_a_block(model, overlap, width):
+    """There, with its log-probabilities, and what is found in the cache later is not what the drafts brought."""
+    for count, least in ((2, 0), (3, 0), (5, 0), (2, 9)):
+        rule = Repetition(max_pattern_size=2, min_count=count)
+        params = SamplingParams(
+            temperature=0, allowed_token_ids=[7, 9], max_tokens=40, min_tokens=least, logprobs=1,
+            repetition_detection=rule,
+        )  # fmt: skip
+        prompt = prompt_of(17)
+        plain = run(engine(model), [(0, Request(id="a", prompt=prompt, params=params))])["a"]
+        assert plain[-1].finish_reason == "repetition"
+        text = prompt + tokens_of(plain) + tokens_of(plain)[-2:] * 10
+        made = engine(model, snapshots=8, drafter=Scripted(width, [text], drafters.perfect), overlap=overlap)
+        deltas = run(made, [(0, Request(id="a", prompt=prompt, params=params))])["a"]
+        assert answer_of(deltas) == answer_of(plain) and not failures(made)
+        assert [len(delta.token_ids) for delta in deltas] == [len(delta.logprobs) for delta in deltas]
+        again = prompt + tokens_of(plain) + prompt_of(3, 5)
+        assert tokens_of(run(made, [(0, greedy("b", again, 9))])["b"]) == oracle(model, again, 9)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
