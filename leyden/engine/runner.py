@@ -1,5 +1,6 @@
 """Runs one step on the device: apply the plan's diff, forward, sample, commit, draft. Returns before it is done."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from leyden.cache.pool import Pool
 from leyden.engine.batch import build
-from leyden.engine.drafting import Drafting
+from leyden.engine.drafting import Drafted, Drafting
 from leyden.engine.grammar import Allowed
 from leyden.engine.graphs import Graphs
 from leyden.engine.sampler import Drawn, Sampler
@@ -18,16 +19,17 @@ from leyden.types import Plan, Row, Sampled, TokenLogprobs
 
 
 class Runner:
-    """The model, its pool, its sampler and its drafter, if there is one, all on one device."""
+    """The model, its pool, its sampler and its drafters, if there are any, all on one device."""
 
     def __init__(
-        self, model: Nemotron, pool: Pool, sampler: Sampler, drafter: Drafter | None = None, coupled: bool = False
+        self, model: Nemotron, pool: Pool, sampler: Sampler, drafters: Sequence[Drafter] = (), coupled: bool = False
     ):
         """`coupled`: drafts are drawn with the noise of the tokens that they guess, not the most likely ones."""
         self.model = model
         self.pool = pool
         self.sampler = sampler
-        self.drafting = None if drafter is None else Drafting(drafter, model, pool, sampler, coupled)
+        self.drafting = Drafting(drafters, model, pool, sampler, coupled) if drafters else None
+        self.verify_seconds = 0.0  # of steps with drafts, on the host
         self.graphs = Graphs(model, pool, sampler)
 
     @torch.inference_mode()
@@ -40,6 +42,7 @@ class Runner:
         if self.drafting is None:
             output.drawn = self._recorded(rows, allowed)
         if output.drawn is None:
+            started = time.perf_counter()
             batch = build(rows, self.pool, self.sampler.last, self.sampler.drafts)
             hidden, taps = self.model(batch.tokens, batch.context, self.drafting.taps if self.drafting else ())
             output.prompt = self._prompt_logprobs(plan, hidden)
@@ -53,8 +56,10 @@ class Runner:
                 if any(row.drafts for row in rows):
                     counts = counts.index_add(0, batch.sampling, (output.drawn.accepted - batch.drafts).int())
             self.model.commit(batch.context, batch.slots, counts)
+            if any(row.drafts for row in rows):
+                self.verify_seconds += time.perf_counter() - started
             if self.drafting is not None:
-                output.drafts = self.drafting.run(rows, batch, hidden, taps, output.drawn)
+                output.drafts = self.drafting.run(plan, batch, hidden, taps, output.drawn)
         if plan.snapshots:
             self.pool.copy_states(*self._columns(plan.snapshots))
         return output
@@ -119,7 +124,7 @@ class StepOutput:
     sampling: list[int]  # rows that sample
     drawn: Drawn | None
     prompt: dict[int, list[TokenLogprobs]]  # row -> prompt log-probabilities
-    drafts: Tensor | None  # int64 [rows that sample, width]
+    drafts: Drafted | None  # behind the rows that sample
 
     def read(self) -> list[Sampled]:
         """One Sampled per row of the plan. Waits for the device."""
@@ -128,8 +133,10 @@ class StepOutput:
             for i, sampled in zip(self.sampling, self.drawn.read(), strict=True):
                 results[i] = sampled
         if self.drafts is not None:
-            for i, drafts in zip(self.sampling, self.drafts.tolist(), strict=True):
-                results[i].drafts = drafts
+            drafts, confidence = self.drafts.read()
+            for n, i in enumerate(self.sampling):
+                results[i].drafts = drafts[n]
+                results[i].confidence = confidence[n] if confidence else []
         for i, entries in self.prompt.items():
             results[i].prompt_logprobs = entries
         return results

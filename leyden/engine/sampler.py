@@ -12,6 +12,7 @@ from leyden import ops
 from leyden.engine.banned import Banned
 from leyden.engine.grammar import Allowed
 from leyden.engine.thinking import Budgets
+from leyden.spec.synthetic import Synthetic
 from leyden.types import Admit, Row, Sampled, TokenLogprobs
 
 _COLUMNS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -39,6 +40,7 @@ class Sampler:
         self._device = device
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)
         self.drafts = torch.full((slots, width), -1, dtype=torch.int64, device=device)
+        self.decree: Synthetic | None = None  # what says how many drafts are kept, in place of the target
         # Ids that end a sequence, -1 behind them, and where they begin to: known here where drafts may follow them.
         self._stops = torch.full((slots, 1), -1, dtype=torch.int64, device=device)
         self._open_at = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -143,6 +145,9 @@ class Sampler:
         if allowed is None and self.plain(rows):
             of = torch.from_numpy(np.repeat(np.arange(len(rows)), drafts + 1)).to(self._device, non_blocking=True)
             tokens = self.draw(slots[of], positions, logits)[places]
+            if self.decree is not None:
+                kept = self.decree.kept(slots, begins[:, 0] - 1)[:, None]
+                tokens = _decreed(tokens, guesses, kept)
         else:
             tokens = self._walk(rows, slots, positions, logits, allowed, grid, guesses, running[:, 0])
         reach = torch.arange(width + 1, device=self._device)
@@ -281,6 +286,14 @@ def _constrain(raw: Tensor, logits: Tensor, allowed: Allowed) -> Tensor:
     logits = logits.clone() if logits is raw else logits
     logits[at] = torch.where(nothing, raw[at].masked_fill(closed, float("-inf")), wanted)
     return logits
+
+
+def _decreed(tokens: Tensor, guesses: Tensor, kept: Tensor) -> Tensor:
+    """tokens [R, width + 1], equal to guesses [R, width] at the first kept [R, 1] places, and different behind them."""
+    width = guesses.shape[1]
+    same = (torch.arange(width, device=tokens.device) < kept) & (guesses >= 0)
+    other = torch.where(tokens[:, :width] == guesses, (guesses == 0).long(), tokens[:, :width])
+    return torch.cat([torch.where(same, guesses, other), tokens[:, width:]], dim=1)
 
 
 @dataclass(slots=True)

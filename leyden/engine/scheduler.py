@@ -13,10 +13,12 @@ import heapq
 import random
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
 
 from leyden.cache.prefix import Chain, Hit, Node, PrefixCache
 from leyden.engine.repetition import repeats
+from leyden.spec.schedule import NONE, Choice, Schedule
 from leyden.types import MAX_SEED, STEP_SIZES, Admit, Delta, EngineStats, Plan, Request, Row, Sampled, TokenLogprobs
 
 
@@ -56,6 +58,8 @@ class Sequence:
     pending: int = 0  # tokens that launched steps will have sampled, if all drafts in them are right
     guesses: int = 0  # of these, tokens that may not become part of it: the drafts in those steps
     drafts: int = 0  # drafts that wait on the device for its next row
+    proposed: list[int] = field(default_factory=list)  # the drafts that the last committed step brought
+    confidence: list[float] = field(default_factory=list)  # in them
     slot: int = 0  # 0: not running
     chain: Chain | None = None  # its pages, while it runs
     marks: tuple[int, ...] = ()  # lengths at which its state is to be kept, longest first
@@ -77,8 +81,20 @@ class Sequence:
 class Scheduler:
     """Sequences, waiting and running, and the free lists of slots and pages."""
 
-    def __init__(self, limits: Limits, eos_token_ids: Iterable[int] = (), quiet_eos: int | None = None, seed: int = 0):
-        """`quiet_eos` is the end token of the tokenizer: the one that is not reported as a stop_reason."""
+    def __init__(
+        self,
+        limits: Limits,
+        eos_token_ids: Iterable[int] = (),
+        quiet_eos: int | None = None,
+        seed: int = 0,
+        schedule: Schedule | None = None,
+        shorten: bool = False,
+    ):
+        """`quiet_eos` is the end token of the tokenizer: the one that is not reported as a stop_reason.
+
+        `schedule` says how many drafts to make, as many as there can be without it, and with `shorten` how many of them
+        to try.
+        """
         self.limits = limits
         self.eos_token_ids = frozenset(eos_token_ids)
         self.quiet_eos = quiet_eos
@@ -92,6 +108,11 @@ class Scheduler:
         self._numbers = 0
         self._seeds = random.Random(seed)
         self._short = 1 + limits.drafts  # tokens of a row that is not a prompt's
+        self._schedule = schedule or Schedule([limits.drafts], [(1, limits.seqs, limits.drafts)])
+        self._shorten = shorten
+        self._choice: Choice = NONE  # of the step that was planned last
+        self._steps: dict[int, _Step] = {}  # id of a Plan under way
+        self._ended = 0.0  # when the last step was over
         self._stats = EngineStats(
             slots_total=self.cache.slots, pages_total=limits.pages, accepted_tokens=[0] * limits.drafts
         )
@@ -137,12 +158,14 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None if there is nothing to launch now."""
-        plan = Plan()
+        plan, started = Plan(), time.monotonic()
         budget = self.limits.step_tokens
         rows: dict[Sequence, Row] = {}
         for sequence, index in self._moved:
             if sequence.chain is not None and index < len(sequence.chain.pages):
                 plan.pages.append((sequence.slot, index, sequence.chain.pages[index]))
+        if self._shorten:
+            self._cut()
         # Short rows first: a long prompt never makes the others wait for their next token.
         for sequence in sorted(self.running, key=lambda s: s.todo > self._short):
             n = self._share(sequence, budget)
@@ -158,8 +181,20 @@ class Scheduler:
             return None
         self._moved = []
         ordered = sorted(rows.items(), key=lambda item: item[1].n > self._short)
+        if self.limits.drafts:
+            plan.drafter, plan.drafts = self._schedule.choose(sum(row.sample for row in rows.values()) or 1)
+            self._steps[id(plan)] = _Step(started, self._choice[0])
+            self._choice = plan.drafter, plan.drafts
         self._launched[id(plan)] = [self._launch(sequence, row, plan) for sequence, row in ordered]
         return plan
+
+    def _cut(self) -> None:
+        """Fewer drafts to try, where the newest that is known of them makes it worth while."""
+        drafted = [sequence for sequence in self.running if sequence.drafts]
+        confidence = [(s.confidence or [1.0] * s.drafts)[: s.drafts] for s in drafted]
+        lengths = self._schedule.lengths(self._choice[0], confidence)
+        for sequence, length in zip(drafted, lengths, strict=True):
+            sequence.drafts = length
 
     def _share(self, sequence: Sequence, budget: int) -> int:
         """Tokens for a sequence in this step; it stops where its state is to be kept."""
@@ -188,7 +223,7 @@ class Scheduler:
         sequence.guesses += row.drafts
         if row.sample:
             sequence.pending += 1 + row.drafts
-            sequence.drafts = self.limits.drafts
+            sequence.drafts = plan.drafts
         snapshot = 0
         if sequence.marks and sequence.marks[-1] == sequence.computed:
             snapshot = self.cache.take_slot()
@@ -304,6 +339,7 @@ class Scheduler:
         self.running.remove(sequence)
         sequence.slot, sequence.chain = 0, None
         sequence.computed = sequence.guesses = sequence.drafts = 0
+        sequence.proposed, sequence.confidence = [], []
 
     # committing
 
@@ -314,6 +350,8 @@ class Scheduler:
         tokens = sum(row.n for row in plan.rows)
         self._stats.step_tokens += tokens
         self._stats.step_sizes[bisect.bisect_left(STEP_SIZES, tokens)] += 1
+        if self.limits.drafts:
+            self._tell(plan, results)
         for launch, result in zip(self._launched.pop(id(plan)), results, strict=True):
             sequence, row = launch.sequence, launch.row
             runs = sequence.chain is launch.chain
@@ -321,7 +359,7 @@ class Scheduler:
                 self.cache.free_slot(launch.snapshot)
             if self._by_id.get(sequence.request.id) is not sequence:
                 continue  # it ended while this step ran
-            self._count(row, result)
+            self._count(sequence, row, result)
             if sequence.prompt_logprobs is not None:  # by position: a preempted prompt brings some of them twice
                 sequence.prompt_logprobs[row.start : row.start + len(row.targets)] = result.prompt_logprobs
             computed = row.start + row.n
@@ -333,6 +371,7 @@ class Scheduler:
             if runs:
                 sequence.guesses -= row.drafts
                 if row.sample:
+                    sequence.proposed, sequence.confidence = result.drafts, result.confidence
                     sequence.computed -= 1 + row.drafts - sampled
                     sequence.guesses += sampled - len(result.tokens)  # the state is ahead of the text by those
                 self._share_pages(sequence, computed, launch.snapshot)
@@ -357,11 +396,22 @@ class Scheduler:
         enough = len(sequence.tokens) - start >= params.min_tokens
         return enough and repeats(sequence.tokens, start, params.repetition_detection)
 
-    def _count(self, row: Row, result: Sampled) -> None:
+    def _tell(self, plan: Plan, results: list[Sampled]) -> None:
+        """What the schedule learns from: steps in which nobody reads a prompt."""
+        step, now = self._steps.pop(id(plan)), time.monotonic()
+        # with async scheduling a step waits for the one before it
+        seconds, self._ended = now - max(step.started, self._ended), now
+        if all(row.sample and row.n == 1 + row.drafts for row in plan.rows):
+            tried = [row.drafts for row in plan.rows]
+            kept = [len(result.tokens) - 1 for result in results]
+            self._schedule.told(step.drafter, tried, (plan.drafter, plan.drafts), seconds, kept)
+
+    def _count(self, sequence: Sequence, row: Row, result: Sampled) -> None:
         stats = self._stats
-        if row.drafts:
+        drafted = len([*takewhile(lambda token: token >= 0, sequence.proposed[: row.drafts])])
+        if drafted:
             stats.drafts += 1
-            stats.drafted_tokens += row.drafts
+            stats.drafted_tokens += drafted
             for place in range(len(result.tokens) - 1):
                 stats.accepted_tokens[place] += 1
 
@@ -377,6 +427,7 @@ class Scheduler:
     def fail(self, plan: Plan, message: str) -> list[Delta]:
         """A step could not be run: its sequences end with an error, the others go on."""
         out, self._out = self._out, []
+        self._steps.pop(id(plan), None)
         for launch in self._launched.pop(id(plan)):
             if launch.snapshot:
                 self.cache.free_slot(launch.snapshot)
@@ -443,6 +494,14 @@ class Scheduler:
         owned = {id(s) for s in self.running} | {id(s) for _, s in self.waiting}
         assert owned == {id(s) for s in self._by_id.values()}, "a sequence is neither waiting nor running"
         assert all(s.chain is None for _, s in self.waiting), "a waiting sequence holds pages"
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step under way, with drafts in it or to come."""
+
+    started: float
+    drafter: int  # whose drafts it tries
 
 
 @dataclass(slots=True)

@@ -83,7 +83,12 @@ def engine(
         ssm_dtype=torch.float32,
         draft=draft,
     )
-    return Engine(model, Split(shape, seqs, step_tokens, slot_bytes=0, page_bytes=0), drafter=drafter, **options)
+    return Engine(
+        model,
+        Split(shape, seqs, step_tokens, slot_bytes=0, page_bytes=0),
+        drafters=[drafter] if drafter else (),
+        **options,
+    )
 
 
 def oracle(model: Nemotron, prompt: list[int], n: int) -> list[int]:
