@@ -272,13 +272,28 @@ class Admit:
 
 
 @dataclass(slots=True)
+class Moves:
+    """Pages and states between the device and host memory: (from, to)."""
+
+    pages_out: list[tuple[int, int]] = field(default_factory=list)
+    pages_in: list[tuple[int, int]] = field(default_factory=list)
+    states_out: list[tuple[int, int]] = field(default_factory=list)
+    states_in: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.pages_out or self.pages_in or self.states_out or self.states_in)
+
+
+@dataclass(slots=True)
 class Plan:
     """A diff of the device tables, and the rows of the step: those of one token and as many drafts as there can be come
     first, longer ones after.
 
-    In this order: admits, copies and pages are carried out (all copies read before any writes), the rows run, then
-    snapshots are taken.
+    In this order: moves, admits, copies and pages are carried out (all of them read before any writes), the rows run,
+    then snapshots are taken.
     """
+
+    moves: Moves | None = None
 
     admits: list[Admit] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (page, page that receives its content)

@@ -185,6 +185,8 @@ def main(argv: Sequence[str]) -> int:
         ("seqs", 16, "requests that run at once"),
         ("snapshots", 128, "states that the cache can keep"),
         ("tokens", 600_000, "tokens that the pages can keep"),
+        ("host-snapshots", 0, "states that the tier of host memory can keep"),
+        ("host-tokens", 0, "tokens that its pages can keep"),
         ("page", 16, "tokens of a page"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{about} (default {default})")
@@ -199,6 +201,8 @@ def main(argv: Sequence[str]) -> int:
         page=given.page,
         max_model_len=given.tokens,
         step_tokens=2048,
+        host_slots=given.host_snapshots,
+        host_pages=given.host_tokens // given.page,
     )
     figures = simulate(trace, limits, tokenizer, ChatTemplate.from_folder(folder, tokenizer))
     print(f"{figures.requests} requests, {figures.prompt:,} prompt tokens, {figures.reusable:,} of them known before")

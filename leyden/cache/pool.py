@@ -78,6 +78,16 @@ class Pool:
         self.tables = torch.zeros(shape.slots, shape.pages_per_slot, dtype=torch.int32, device=device)
         self.committed = torch.zeros(shape.slots, dtype=torch.int32, device=device)
 
+    @property
+    def paged(self) -> tuple[Tensor, ...]:
+        """All that a page holds: arrays [layers, 2, pages, page, ...]."""
+        return self.kv, self.draft
+
+    @property
+    def states(self) -> tuple[Tensor, ...]:
+        """All that a snapshot holds: arrays [layers, slots, ...]."""
+        return self.conv, self.ssm
+
     def admit(self, slots: Tensor, computed: Tensor) -> None:
         """Sequences start in `slots` (int64 [R]) with `computed` tokens (int32 [R]) cached.
 
@@ -87,12 +97,12 @@ class Pool:
 
     def copy_states(self, sources: Tensor, targets: Tensor) -> None:
         """States of `sources` to `targets`, both int64 [N]; everything is read before anything is written."""
-        for layer in (*self.conv, *self.ssm):
+        for layer in (layer for array in self.states for layer in array):
             layer[targets] = layer[sources]
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """Content of pages `sources` to pages `targets`, both int64 [N]; all is read before anything is written."""
-        for layer in (*self.kv, *self.draft):
+        for layer in (layer for array in self.paged for layer in array):
             layer[:, targets] = layer[:, sources]
 
     def map(self, slots: Tensor, indices: Tensor, pages: Tensor) -> None:

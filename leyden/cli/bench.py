@@ -7,9 +7,14 @@ from leyden.errors import ConfigError
 
 # what -> (module with main(argv) -> exit code, what it measures)
 BENCHES = {
+    "ladder": ("leyden.bench.ladder", "how fast the engine decodes and reads, and how far from the floor"),
+    "peers": ("leyden.bench.peers", "the same weights through transformers and llama.cpp"),
     "api": ("leyden.bench.api", "what the HTTP server costs per request and per token"),
     "evals": ("leyden.bench.evals", "how often a served model is right, on held-out examples"),
     "agents": ("leyden.bench.agents", "how much of what agents send again is computed again"),
+    "hit": ("leyden.bench.hit", "what a long prompt costs that is cached, on the device or in host memory"),
+    "pace": ("leyden.bench.pace", "what a long prompt does to the others' times between tokens"),
+    "soak": ("leyden.bench.soak", "whether an engine at full load leaks anything"),
 }
 
 

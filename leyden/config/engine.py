@@ -17,12 +17,16 @@ class EngineConfig:
     device: str = "auto"  # cuda if there is one, else cpu
     dtype: str = "auto"  # of the activations: the checkpoint's, unless float32, bfloat16 or float16 is asked for
     load_format: str = "auto"  # auto, safetensors, dummy
+    quantization: str | None = None  # int8, int4, nvfp4, fp8: round what the checkpoint holds dense while loading
     seed: int = 0
     max_model_len: int | None = None  # tokens of prompt and answer together
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_scheduled_tokens: int | None = None
     long_prefill_token_threshold: int = 0  # 0: no limit for one row
+    max_num_partial_prefills: int = 0  # 0: no limit
+    max_long_partial_prefills: int = 0
+    performance_mode: str = "balanced"  # throughput: prompts take whole steps, whoever waits for a token
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"  # fcfs, priority
     async_scheduling: bool | None = None  # None: on for CUDA, off for CPU (nothing to overlap there)
@@ -32,6 +36,9 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
     enable_prefix_caching: bool | None = None
+    kv_offloading_size: float | None = None  # GiB of host memory for what leaves the device's cache
+    cache_dir: str | None = None  # folder in which the cache outlives the process
+    cache_save_interval: float = 0  # seconds between two savings while it runs; 0: only at the end
     max_logprobs: int = 20
     hf_overrides: dict[str, Any] = field(default_factory=dict)  # laid over config.json
     generation_config: str = "auto"
@@ -45,6 +52,9 @@ class EngineConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        for name in ("kv_offloading_size", "cache_save_interval"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
         if self.block_size < 1:
             raise ConfigError(f"--block-size must be at least 1, got {self.block_size}")
         _ = self.speculative

@@ -4,12 +4,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from leyden import log
+from leyden.cache import saved
 from leyden.cache.pool import NO_DRAFTER, Pool
+from leyden.cache.store import Store
 from leyden.config.engine import EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
@@ -22,6 +25,7 @@ from leyden.engine.scheduler import Limits, Scheduler
 from leyden.errors import ConfigError, RequestError
 from leyden.model import checkpoint
 from leyden.model.nemotron import Nemotron
+from leyden.model.rounded import narrow
 from leyden.spec.drafter import Drafter
 from leyden.spec.load import load, room
 from leyden.spec.schedule import Schedule
@@ -54,6 +58,8 @@ class Engine:
         tokenizer: Callable[[], Tokenizer] = _no_tokenizer,
         overlap: bool = False,
         max_logprobs: int = 20,
+        cache_dir: str | None = None,
+        cache_save_interval: float = 0,
         drafters: Sequence[Drafter] = (),
         coupled: bool = False,
         rates: Sequence[float] = (),
@@ -63,6 +69,8 @@ class Engine:
         """`tokenizer` is called when the first request with a grammar comes. `drafters` have room in the pool if
         `split` knows of them; `coupled`: their drafts are drawn with the noise of the tokens that they guess; `rates`:
         so often are 1, 2, ... of them kept, whatever the target says; `drafting`: all that in words.
+
+        With `cache_dir` the cache is read from there now, and saved at close() and every `cache_save_interval` seconds.
         """
         shape = split.shape
         device = next(model.parameters()).device
@@ -79,8 +87,13 @@ class Engine:
                 max_model_len=shape.max_model_len,
                 step_tokens=split.step_tokens,
                 row_tokens=limits.pop("row_tokens", 0),
+                partial_prefills=limits.pop("partial_prefills", 0),
+                long_partial_prefills=limits.pop("long_partial_prefills", 0),
+                paced=limits.pop("paced", True),
                 policy=limits.pop("policy", "fcfs"),
                 prefix_caching=limits.pop("prefix_caching", True),
+                host_slots=split.host_slots,
+                host_pages=split.host_pages,
                 drafts=shape.draft.width,
                 lookahead=shape.draft.lookahead,
             ),
@@ -89,14 +102,21 @@ class Engine:
             **limits,
         )
         pool = Pool(model.config, shape, device)
+        store = Store(pool, split.host_slots, split.host_pages) if split.host_slots else None
         sampler = Sampler(shape.slots, model.config.vocab_size, device, shape.draft.width)
         if rates:
             sampler.decree = Synthetic(rates, limits.get("seed", 0), device)
-        self.runner = Runner(model, pool, sampler, drafters, coupled)
+        self.runner = Runner(model, pool, sampler, drafters, coupled, store)
         eos = self.config.eos_token_ids
         self.grammars = Grammars(Compiler(tokenizer, self.config.vocab_size, eos), self.config.vocab_size, eos)
         self._overlap, self._drafting = overlap, drafting
         self._launched: tuple[Plan, StepOutput] | None = None
+        self._cache_dir = Path(cache_dir) if cache_dir and self.scheduler.limits.prefix_caching else None
+        self._save_interval, self._saved_at = cache_save_interval, time.monotonic()
+        self._made_with: dict[str, Any] = {}
+        if self._cache_dir is not None:
+            self._made_with = saved.identity(model, pool)
+            saved.load(self._cache_dir, self._made_with, self.scheduler.cache, pool, store)
 
     @classmethod
     def load(cls, config: EngineConfig) -> "Engine":
@@ -111,9 +131,11 @@ class Engine:
         mtp = drafting is not None and "mtp" in drafting.methods(architecture)
         model = checkpoint.build(architecture, dtype, device, mtp)
         if config.load_format == "dummy":
+            if config.quantization:
+                narrow(model, config.quantization)
             checkpoint.dummy(model, config.seed)
         else:
-            checkpoint.load(model, folder)
+            checkpoint.load(model, folder, quantization=config.quantization)
         if (
             device.type == "cpu"
             and sum(p.nbytes for p in model.parameters()) < _SHARED
@@ -132,7 +154,12 @@ class Engine:
             tokenizer=lambda: Tokenizer.from_folder(texts),
             overlap=device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
             max_logprobs=config.max_logprobs,
+            cache_dir=config.cache_dir,
+            cache_save_interval=config.cache_save_interval,
             row_tokens=config.long_prefill_token_threshold,
+            partial_prefills=config.max_num_partial_prefills,
+            long_partial_prefills=config.max_long_partial_prefills,
+            paced=config.performance_mode != "throughput",
             policy=config.scheduling_policy,
             prefix_caching=config.enable_prefix_caching is not False,
             seed=config.seed,
@@ -203,6 +230,9 @@ class Engine:
         else:
             self._launched = launched
             out += self._settle()
+        if self._save_interval and time.monotonic() - self._saved_at > self._save_interval:
+            out += self._settle()
+            self.save_cache()
         return out
 
     def _settle(self) -> list[Delta]:
@@ -244,8 +274,22 @@ class Engine:
         self.scheduler.check()
 
     def close(self) -> None:
-        """Forget every request. The engine must not be stepped again."""
-        self._launched = None
+        """End every request, and save the cache if it is to be. The engine must not be stepped again."""
+        self._settle()
+        self.scheduler.abort_all()
+        self.save_cache()
+
+    def save_cache(self) -> None:
+        """Write what the cache holds to its folder, if it has one; waits for the device. A failure is only logged."""
+        if self._cache_dir is None:
+            return
+        self._saved_at = time.monotonic()
+        moves, copies = self.scheduler.cache.moves()
+        self.runner.apply(Plan(moves=moves, copies=copies))
+        try:
+            saved.save(self._cache_dir, self._made_with, self.scheduler.cache, self.runner.pool, self.runner.store)
+        except OSError as error:
+            logger.error("the cache could not be saved to %s: %s", self._cache_dir, error)
 
     def _validate(self, request: Request) -> None:
         params, length = request.params, len(request.prompt)

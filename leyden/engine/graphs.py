@@ -2,7 +2,7 @@
 
 On the CPU the recording is a program of the kernels. It reads its inputs, the slots of the rows and their page tables,
 from tensors that stay where they are; it refers to the model's weights, the pool and the sampler's tables by their
-addresses. All of these must stay, too.
+addresses. All of these must stay, too. capture.py says what is different on CUDA.
 """
 
 from collections.abc import Callable
@@ -77,6 +77,10 @@ class Graphs:
         tokens = self._run("tokens", count, step)
         return None if tokens is None else tokens.clone()
 
+    def _tables(self, slots: Tensor) -> Tensor:
+        """Page tables of the rows that were loaded."""
+        return self._pages[: len(slots)]
+
     def _run(self, what: str, count: int, step: Callable[[], Tensor]) -> Tensor | None:
         if (what, count) not in self._programs:
             try:
@@ -89,8 +93,9 @@ class Graphs:
 
     def _logits(self, count: int) -> tuple[Tensor, Tensor]:
         pool, slots = self._pool, self._slots[:count]
+        pages = self._tables(slots)
         tokens, past, positions = ops.begin(slots, self._sampler.last, pool.committed)
-        narrow = Rows((1,) * count, self._starts[: count + 1], past, slots, self._pages[:count])
-        wide = Rows((), self._starts[:1], past[:0], slots[:0], self._pages[:0])
+        narrow = Rows((1,) * count, self._starts[: count + 1], past, slots, pages)
+        wide = Rows((), self._starts[:1], past[:0], slots[:0], pages[:0])
         hidden, _ = self._model(tokens, Context(narrow, wide, positions=past, pool=pool))
         return self._model.logits(hidden), positions

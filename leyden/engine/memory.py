@@ -18,6 +18,7 @@ _CPU_SHARE = 0.4  # of the memory that is free when the weights are loaded: a la
 _CPU_SEQS, _CUDA_SEQS = 64, 256
 _CPU_STEP, _CUDA_STEP = 2048, 8192
 _SNAPSHOTS = 8  # cached states for every running one, if there is room
+_SNAPSHOT_LEAST = 8  # one part of so many is for cached states, where the context limit is ours to choose
 _SNAPSHOT_SHARE = 0.5  # of what the running states leave: the rest is for pages
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "float16": torch.float16, "half": torch.float16} | {
     "bfloat16": torch.bfloat16
@@ -33,6 +34,8 @@ class Split:
     step_tokens: int
     slot_bytes: int  # of one sequence's states
     page_bytes: int
+    host_slots: int = 0  # places of the host-memory tier
+    host_pages: int = 0
 
     @property
     def cache_tokens(self) -> int:
@@ -44,8 +47,14 @@ class Split:
             f"{self.seqs} running and {slots - self.seqs} cached states ({slots * self.slot_bytes / _GIB:.2f} GiB), "
             f"{pages} pages of {self.shape.page} tokens ({pages * self.page_bytes / _GIB:.2f} GiB): "
             f"{self.cache_tokens:,} tokens of context in all, "
-            f"at most {self.shape.max_model_len:,} per sequence"
+            f"at most {self.shape.max_model_len:,} per sequence" + self._host()
         )
+
+    def _host(self) -> str:
+        if not self.host_slots:
+            return ""
+        gib = (self.host_slots * self.slot_bytes + self.host_pages * self.page_bytes) / _GIB
+        return f"; in {gib:.2f} GiB of host memory {self.host_slots} states and {self.host_pages} pages more"
 
 
 def dtype_of(name: str, auto: torch.dtype, flag: str) -> torch.dtype:
@@ -88,15 +97,22 @@ def divide(
     snapshots = 0
     if config.enable_prefix_caching is not False and slot_bytes:
         spare = left - (per_sequence + 1) * page_bytes  # one longest context goes before states to come back to
+        if config.max_model_len is None:  # unless nobody asked for that length
+            spare = max(spare, left // _SNAPSHOT_LEAST)
         snapshots = max(0, min(_SNAPSHOTS * seqs, int(left * _SNAPSHOT_SHARE) // slot_bytes, spare // slot_bytes))
     room = left - snapshots * slot_bytes
     pages = room // page_bytes - 1 if page_bytes else seqs * per_sequence
     fits = pages * config.block_size - draft.lookahead
     if fits < 1 or (config.max_model_len is not None and fits < wanted_len):
+        most = (budget - (per_sequence + 1) * page_bytes) // slot_bytes - 1 if slot_bytes else 0
+        would = [f"--max-model-len {fits} with --max-num-seqs {seqs}"] if fits >= config.block_size else []
+        would += [f"--max-model-len {wanted_len} with --max-num-seqs {most}"] if most > 0 else []
+        states, context = (seqs + 1) * slot_bytes, per_sequence * page_bytes
         raise ConfigError(
-            f"--max-model-len {wanted_len} with --max-num-seqs {seqs} does not fit: {budget / _GIB:.2f} GiB are free "
-            f"for the cache, {(seqs + 1) * slot_bytes / _GIB:.2f} GiB of it for states, which leaves room for "
-            f"{max(0, fits):,} tokens of context; lower one of the two"
+            f"--max-model-len {wanted_len} with --max-num-seqs {seqs} does not fit: {budget / _GIB:.2f} GiB are "
+            f"free for the cache, the states of all sequences take {states / _GIB:.2f} GiB, one context of that length "
+            f"{context / _GIB:.2f} GiB; "
+            + (f"what would fit: {', or '.join(would)}" if would else "give it more memory, or a device with more")
         )
     if fits < wanted_len:
         logger.info("context limited to %s of %s tokens: no more fits into the cache", f"{fits:,}", f"{wanted_len:,}")
@@ -113,8 +129,24 @@ def divide(
         ssm_dtype=ssm_dtype,
         draft=draft,
     )
+    host_slots, host_pages = _tier(config, snapshots * slot_bytes, pages * page_bytes, slot_bytes, page_bytes)
     step = config.max_num_scheduled_tokens or config.max_num_batched_tokens
-    return Split(shape, seqs, step or (_CUDA_STEP if device == "cuda" else _CPU_STEP), slot_bytes, page_bytes)
+    step = step or (_CUDA_STEP if device == "cuda" else _CPU_STEP)
+    return Split(shape, seqs, step, slot_bytes, page_bytes, host_slots, host_pages)
+
+
+def _tier(config: EngineConfig, states: int, pages: int, slot_bytes: int, page_bytes: int) -> tuple[int, int]:
+    """(slots, pages) of --kv-offloading-size, divided as the device divides its bytes for cached states and pages."""
+    budget = int((config.kv_offloading_size or 0) * _GIB)
+    if not budget or config.enable_prefix_caching is False or not (slot_bytes and page_bytes):
+        return 0, 0
+    slots = max(1, budget * states // (states + pages) // slot_bytes) if states else 1
+    if budget < slots * slot_bytes + page_bytes:
+        raise ConfigError(
+            f"--kv-offloading-size {config.kv_offloading_size:g} has no room for one state "
+            f"({slot_bytes / _GIB:.2g} GiB) and a page; give more, or leave the flag out"
+        )
+    return slots, (budget - slots * slot_bytes) // page_bytes
 
 
 def free(config: EngineConfig, device: torch.device) -> int:

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from leyden.cache.pool import Pool
+from leyden.cache.store import Store
 from leyden.engine.batch import build
+from leyden.engine.capture import graphs
 from leyden.engine.drafting import Drafted, Drafting
 from leyden.engine.grammar import Allowed
-from leyden.engine.graphs import Graphs
 from leyden.engine.sampler import Drawn, Sampler
+from leyden.engine.transfer import upload
 from leyden.model.nemotron import Nemotron
 from leyden.spec.drafter import Drafter
 from leyden.types import Plan, Row, Sampled, TokenLogprobs
@@ -22,20 +24,28 @@ class Runner:
     """The model, its pool, its sampler and its drafters, if there are any, all on one device."""
 
     def __init__(
-        self, model: Nemotron, pool: Pool, sampler: Sampler, drafters: Sequence[Drafter] = (), coupled: bool = False
+        self,
+        model: Nemotron,
+        pool: Pool,
+        sampler: Sampler,
+        drafters: Sequence[Drafter] = (),
+        coupled: bool = False,
+        store: Store | None = None,
     ):
-        """`coupled`: drafts are drawn with the noise of the tokens that they guess, not the most likely ones."""
+        """`coupled`: drafts are drawn with the noise of the tokens that they guess, not the most likely ones. `store`
+        is the tier of host memory."""
         self.model = model
         self.pool = pool
+        self.store = store
         self.sampler = sampler
         self.drafting = Drafting(drafters, model, pool, sampler, coupled) if drafters else None
         self.verify_seconds = 0.0  # of steps with drafts, on the host
-        self.graphs = Graphs(model, pool, sampler)
+        self.graphs = graphs(model, pool, sampler)
 
     @torch.inference_mode()
     def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None] = lambda rows: None) -> "StepOutput":
         """`allowed` tells what the rows that sample may go on with; it is asked when the forward pass is under way."""
-        self._apply(plan)
+        self.apply(plan)
         rows = plan.rows
         sampling = [i for i, row in enumerate(rows) if row.sample]
         output = StepOutput(len(rows), sampling, None, {}, None)
@@ -91,8 +101,11 @@ class Runner:
                 wanted[i] = self.sampler.prompt_logprobs(row, logits)
         return wanted
 
-    def _apply(self, plan: Plan) -> None:
+    @torch.inference_mode()
+    def apply(self, plan: Plan) -> None:
+        """Carry out the plan's diff, without its rows."""
         pool = self.pool
+        arriving = self.store.read(plan.moves) if self.store is not None and plan.moves is not None else None
         if plan.admits:
             slots, computed = self._columns([(admit.slot, admit.computed) for admit in plan.admits])
             pool.admit(slots, computed.int())
@@ -101,11 +114,13 @@ class Runner:
             pool.copy_states(*self._columns(restored))
         if plan.copies:
             pool.copy_pages(*self._columns(plan.copies))
+        if self.store is not None and arriving is not None:
+            self.store.write(arriving)
         if plan.pages:
             pool.map(*self._columns(plan.pages))
 
     def _columns(self, entries: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-        return torch.tensor(entries, device=self.sampler.last.device).unbind(-1)
+        return upload(entries, self.sampler.last.device).unbind(-1)
 
 
 def _ends(plan: Plan) -> list[int]:

@@ -1,7 +1,7 @@
 """Sampling parameters on the device, one table row per slot, and the way from logits to the step's tokens."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from leyden import ops
 from leyden.engine.banned import Banned
 from leyden.engine.grammar import Allowed
 from leyden.engine.thinking import Budgets
+from leyden.engine.transfer import Readback, upload
 from leyden.spec.synthetic import Synthetic
 from leyden.types import Admit, Row, Sampled, TokenLogprobs
 
@@ -60,11 +61,11 @@ class Sampler:
         """Fill the rows of the tables for sequences that start."""
         if not admits:
             return
-        slots = torch.tensor([a.slot for a in admits], device=self._device)
+        slots = upload([a.slot for a in admits], self._device)
         floats = [[float(getattr(a.params, name)) for name in _COLUMNS] for a in admits]
-        self._floats[slots] = torch.tensor(floats, device=self._device)
+        self._floats[slots] = upload(floats, self._device)
         ints = [[a.params.top_k, a.seed] for a in admits]
-        self._ints[slots] = torch.tensor(ints, dtype=torch.int64, device=self._device)
+        self._ints[slots] = upload(ints, self._device, torch.int64)
         if self.drafts.shape[1]:
             self._admit_stops(admits, slots)
         for a in admits:
@@ -271,7 +272,8 @@ class Sampler:
         """Log-probabilities of the row's targets, logits fp32 [len(targets), V]. Waits for the device."""
         k = self._prompt_logprobs[row.slot]
         targets = torch.tensor(row.targets, device=self._device)
-        return _entries(row.targets, [k] * len(row.targets), ops.logprobs(logits, targets, k))
+        values = [value.tolist() for value in ops.logprobs(logits, targets, k)]
+        return _entries(row.targets, [k] * len(row.targets), values)
 
 
 def _constrain(raw: Tensor, logits: Tensor, allowed: Allowed) -> Tensor:
@@ -313,26 +315,33 @@ class Drawn:
     tokens: Tensor  # int64 [R, width + 1]: those of a row, then -1
     accepted: Tensor  # int64 [R]: how many of them are drafts
     logprobs: _Values | None = None
+    _copies: list[Readback] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = self.logprobs
+        scores = () if found is None else (*found.values, *found.scores.values())
+        self._copies = [Readback(tensor) for tensor in (self.tokens, *scores)]
 
     def read(self) -> list[Sampled]:
         """Waits for the device."""
-        tokens = self.tokens.tolist()
+        tokens, *rest = (copy.tolist() for copy in self._copies)
         results = [Sampled([token for token in row if token >= 0]) for row in tokens]
         if self.logprobs is not None:
             found, width = self.logprobs, self.tokens.shape[1]
             ks = [k for k in found.wanted.values() for _ in range(width)]
-            entries = _entries([token for i in found.wanted for token in tokens[i]], ks, found.values)
+            entries = _entries([token for i in found.wanted for token in tokens[i]], ks, rest[:4])
+            scores = dict(zip(found.asked, rest[4:], strict=True))
             for n, i in enumerate(found.wanted):
                 own = entries[n * width : n * width + len(results[i].tokens)]
-                if i in found.asked:
-                    for entry, scores in zip(own, found.scores[i].tolist(), strict=False):
-                        entry.top_ids, entry.top_logprobs = found.asked[i], scores
+                if i in scores:
+                    for entry, values in zip(own, scores[i], strict=False):
+                        entry.top_ids, entry.top_logprobs = found.asked[i], values
                 results[i].logprobs = own
         return results
 
 
-def _entries(tokens: list[int], ks: list[int], values: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[TokenLogprobs]:
-    own, rank, top_ids, top = (value.tolist() for value in values)
+def _entries(tokens: list[int], ks: list[int], values: list[list[Any]]) -> list[TokenLogprobs]:
+    own, rank, top_ids, top = values
     return [
         TokenLogprobs(token, own[i], rank[i], top_ids[i][:k], top[i][:k])
         for i, (token, k) in enumerate(zip(tokens, ks, strict=True))

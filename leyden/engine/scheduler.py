@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from leyden.cache.prefix import Chain, Hit, Node, PrefixCache
+from leyden.cache.tier import Tier
+from leyden.engine.pace import Pace
 from leyden.engine.repetition import repeats
 from leyden.spec.schedule import NONE, Choice, Schedule
 from leyden.types import MAX_SEED, STEP_SIZES, Admit, Delta, EngineStats, Plan, Request, Row, Sampled, TokenLogprobs
@@ -33,11 +35,21 @@ class Limits:
     max_model_len: int
     step_tokens: int
     row_tokens: int = 0  # most tokens of one row in a step; 0: no limit but step_tokens
+    partial_prefills: int = 0  # prompts that are under way at once; 0: as many as run
+    long_partial_prefills: int = 0  # of these, long ones; shorter prompts overtake those that wait; 0: no limit
+    paced: bool = True  # a long prompt may not make the others wait much longer for their next tokens
     policy: str = "fcfs"
     prefix_caching: bool = True
+    host_slots: int = 0  # states and pages that host memory has room for; 0: there is no tier
+    host_pages: int = 0
     snapshot_every: int = 8192  # tokens of a long prompt between two snapshots
     drafts: int = 0  # most drafts of a row
     lookahead: int = 0  # positions behind a row for which a drafter needs pages
+
+    @property
+    def long(self) -> int:
+        """A prompt with more tokens to compute is a long one; without --long-prefill-token-threshold as in vLLM."""
+        return self.row_tokens or max(1, self.max_model_len // 25)
 
 
 # A snapshot ends a step early and takes a slot: not for fewer tokens than this since the one before.
@@ -77,6 +89,11 @@ class Sequence:
         known = len(self.tokens) + self.pending
         return 0 if known >= self.limit else known - self.computed + min(self.drafts, self.limit - known - 1)
 
+    @property
+    def prefilling(self) -> bool:
+        """Whether it has more to compute than the newest token and the drafts behind it."""
+        return self.todo > 1 + self.drafts
+
 
 class Scheduler:
     """Sequences, waiting and running, and the free lists of slots and pages."""
@@ -100,9 +117,13 @@ class Scheduler:
         self.quiet_eos = quiet_eos
         self.waiting: list[tuple[tuple[int, float, int], Sequence]] = []  # heap
         self.running: list[Sequence] = []
-        self.cache = PrefixCache(limits.seqs + limits.snapshots, limits.pages, limits.page, keep=limits.prefix_caching)
+        tier = Tier(limits.host_slots, limits.host_pages) if limits.host_slots and limits.prefix_caching else None
+        slots = limits.seqs + limits.snapshots
+        self.cache = PrefixCache(slots, limits.pages, limits.page, keep=limits.prefix_caching, tier=tier)
         self._by_id: dict[str, Sequence] = {}
         self._launched: dict[int, list[_Launch]] = {}  # id of a Plan under way
+        self._pace = Pace(limits.step_tokens, probe=2 + limits.drafts)
+        self._started: dict[int, tuple[float, int, int, int]] = {}  # id of a Plan under way -> see plan()
         self._moved: list[tuple[Sequence, int]] = []  # page table entries that publishing changed
         self._out: list[Delta] = []  # for sequences that end outside commit
         self._numbers = 0
@@ -111,8 +132,6 @@ class Scheduler:
         self._schedule = schedule or Schedule([limits.drafts], [(1, limits.seqs, limits.drafts)])
         self._shorten = shorten
         self._choice: Choice = NONE  # of the step that was planned last
-        self._steps: dict[int, _Step] = {}  # id of a Plan under way
-        self._ended = 0.0  # when the last step was over
         self._stats = EngineStats(
             slots_total=self.cache.slots, pages_total=limits.pages, accepted_tokens=[0] * limits.drafts
         )
@@ -147,6 +166,11 @@ class Scheduler:
             delta = Delta(request_id=request_id, finish_reason="error" if error else "abort", error=error)
             self._out.append(self._finish(sequence, delta))
 
+    def abort_all(self) -> None:
+        """Forget all requests. Nothing may be under way."""
+        for request_id in list(self._by_id):
+            self.abort(request_id)
+
     def has(self, request_id: str) -> bool:
         return request_id in self._by_id
 
@@ -158,7 +182,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None if there is nothing to launch now."""
-        plan, started = Plan(), time.monotonic()
+        plan = Plan()
         budget = self.limits.step_tokens
         rows: dict[Sequence, Row] = {}
         for sequence, index in self._moved:
@@ -166,26 +190,24 @@ class Scheduler:
                 plan.pages.append((sequence.slot, index, sequence.chain.pages[index]))
         if self._shorten:
             self._cut()
-        # Short rows first: a long prompt never makes the others wait for their next token.
-        for sequence in sorted(self.running, key=lambda s: s.todo > self._short):
-            n = self._share(sequence, budget)
-            if n and sequence.slot and self._grow(sequence, n, plan, rows):
-                rows[sequence] = self._row(sequence, n)
-                budget -= n  # not given back if this row is preempted below: the next step will use it
-        while budget and (entering := self._admit(plan)) is not None:
-            n = self._share(entering, budget)
-            if self._grow(entering, n, plan, rows):
-                rows[entering] = self._row(entering, n)
-                budget -= n
+        # Whoever somebody waits for goes first: a long prompt never keeps the next token of others out of a step.
+        for sequence in [s for s in self.running if not s.prefilling]:
+            budget -= self._give(sequence, budget, plan, rows)  # not given back if the row is preempted below
+        self._prefill(self._room(budget, len(rows)), plan, rows)
         if not rows:
             return None
         self._moved = []
         ordered = sorted(rows.items(), key=lambda item: item[1].n > self._short)
+        tried_by = self._choice[0]
         if self.limits.drafts:
-            plan.drafter, plan.drafts = self._schedule.choose(sum(row.sample for row in rows.values()) or 1)
-            self._steps[id(plan)] = _Step(started, self._choice[0])
-            self._choice = plan.drafter, plan.drafts
+            self._choice = self._schedule.choose(sum(row.sample for row in rows.values()) or 1)
+            plan.drafter, plan.drafts = self._choice
+        chunk = sum(row.n for sequence, row in ordered if sequence.prefilling)
+        streams = len(ordered) - sum(s.prefilling for s in rows)
+        self._started[id(plan)] = self._pace.now(), streams, chunk, tried_by
         self._launched[id(plan)] = [self._launch(sequence, row, plan) for sequence, row in ordered]
+        plan.moves, arriving = self.cache.moves()
+        plan.copies += arriving
         return plan
 
     def _cut(self) -> None:
@@ -195,6 +217,37 @@ class Scheduler:
         lengths = self._schedule.lengths(self._choice[0], confidence)
         for sequence, length in zip(drafted, lengths, strict=True):
             sequence.drafts = length
+
+    def _room(self, budget: int, streams: int) -> int:
+        """What prompts may take of the budget: as much as holds up nobody, unless more wait for their first token than
+        for their next one. Those who wait for a slot do not count.
+        """
+        prompts = sum(s.prefilling for s in self.running) + min(len(self.waiting), self.limits.seqs - len(self.running))
+        return min(budget, self._pace.room()) if self.limits.paced and streams >= prompts else budget
+
+    def _prefill(self, room: int, plan: Plan, rows: dict[Sequence, Row]) -> None:
+        """Share `room` tokens among the prompts: at least half for the first in line, the rest for whoever needs least.
+
+        So equal prompts come one after the other, a short one does not wait behind a long one, and a long one gets on
+        however many short ones come.
+        """
+        first = min((s for s in self.running if s.prefilling), key=lambda s: s.order, default=None)
+        kept = room - room // 2
+        if first is not None and kept < room and (short := self._next(rows)) is not None and short.todo < first.todo:
+            self._admit(plan, rows)
+        for sequence in sorted([s for s in self.running if s not in rows], key=lambda s: s.todo):
+            kept = 0 if sequence is first or first is None else min(kept, first.todo)
+            room -= self._give(sequence, room - kept, plan, rows)
+        while room > 0 and (entering := self._admit(plan, rows)) is not None:
+            room -= self._give(entering, room, plan, rows)
+
+    def _give(self, sequence: Sequence, budget: int, plan: Plan, rows: dict[Sequence, Row]) -> int:
+        """A row for a sequence, of at most `budget` tokens -> its tokens; 0: none now."""
+        n = self._share(sequence, budget)
+        if n <= 0 or not sequence.slot or not self._grow(sequence, n, plan, rows):
+            return 0
+        rows[sequence] = self._row(sequence, n)
+        return n
 
     def _share(self, sequence: Sequence, budget: int) -> int:
         """Tokens for a sequence in this step; it stops where its state is to be kept."""
@@ -251,14 +304,27 @@ class Scheduler:
         others = [s for s in self.running if s is not first] or [first]
         return max(others, key=lambda s: (s.order[0], -s.computed, s.order))
 
-    def _admit(self, plan: Plan) -> Sequence | None:
+    def _next(self, rows: dict[Sequence, Row]) -> Sequence | None:
+        """The first in the queue that the limits on prompts under way let in, given the rows of this step."""
+        limits = self.limits
+        if not self.waiting or len(self.running) == limits.seqs:
+            return None
+        if limits.partial_prefills or limits.long_partial_prefills:
+            left = [s.todo - (rows[s].n if s in rows else 0) for s in self.running if s.prefilling]
+            if limits.partial_prefills and sum(n > 0 for n in left) >= limits.partial_prefills:
+                return None
+            if limits.long_partial_prefills and sum(n > limits.long for n in left) >= limits.long_partial_prefills:
+                return min((entry for entry in self.waiting if entry[1].todo <= limits.long), default=(None, None))[1]
+        return self.waiting[0][1]
+
+    def _admit(self, plan: Plan, rows: dict[Sequence, Row]) -> Sequence | None:
         """Start the next waiting sequence, if there is a slot, there are pages for it, and nothing of it is under way.
 
         One that was preempted while its last step runs waits for what that step brings.
         """
-        if not self.waiting or len(self.running) == self.limits.seqs or self.waiting[0][1].pending:
+        sequence = self._next(rows)
+        if sequence is None or sequence.pending:
             return None
-        sequence = self.waiting[0][1]
         request, params = sequence.request, sequence.request.params
         # prompt log-probabilities need every logit of the prompt
         hit = Hit() if sequence.prompt_logprobs is not None else self.cache.match(sequence.tokens, request.cache_salt)
@@ -270,7 +336,7 @@ class Scheduler:
             if chain is not None:
                 self.cache.leave(chain)
             return None
-        heapq.heappop(self.waiting)
+        self._unqueue(sequence)
         self.running.append(sequence)
         sequence.slot, sequence.chain, sequence.computed = slot, chain, hit.length
         sequence.marks = self._marks(sequence, hit)
@@ -288,13 +354,20 @@ class Scheduler:
                 stop_ids=tuple(sorted(sequence.stop_ids)),
                 tokens=list(sequence.tokens) if params.looks_back else [],
                 computed=hit.length,
-                source=hit.snapshot.slot if hit.snapshot is not None else 0,
+                source=self.cache.restore(hit, slot),
             )
         )
-        if hit.snapshot is not None and hit.snapshot.page:
-            plan.copies.append((hit.snapshot.page, chain.pages[-1]))
+        if hit.page:
+            plan.copies.append((hit.page, chain.pages[-1]))
         plan.pages += [(slot, index, page) for index, page in enumerate(chain.pages)]
         return sequence
+
+    def _unqueue(self, sequence: Sequence) -> None:
+        if self.waiting[0][1] is sequence:
+            heapq.heappop(self.waiting)
+        else:
+            self.waiting = [entry for entry in self.waiting if entry[1] is not sequence]
+            heapq.heapify(self.waiting)
 
     def _marks(self, sequence: Sequence, hit: Hit) -> tuple[int, ...]:
         """Where the prompt's state is worth keeping, longest first."""
@@ -316,6 +389,7 @@ class Scheduler:
         if entered:  # in this very plan: it has no state yet, and gets none
             plan.admits.remove(entered[0])
             plan.copies = [copy for copy in plan.copies if copy[1] not in victim.chain.pages]
+            self.cache.withdraw(victim.chain, victim.slot)
         plan.pages = [entry for entry in plan.pages if entry[0] != victim.slot]
         self._release(victim, keep=not entered)
         heapq.heappush(self.waiting, (victim.order, victim))
@@ -346,12 +420,15 @@ class Scheduler:
     def commit(self, plan: Plan, results: list[Sampled]) -> list[Delta]:
         """Take in what a launched step brought: one Sampled per row of the plan. Steps are committed in order."""
         out, self._out = self._out, []
+        started, streams, chunk, tried_by = self._started.pop(id(plan))
+        seconds = self._pace.took(started, streams, chunk)
+        if self.limits.drafts and all(row.sample and row.n == 1 + row.drafts for row in plan.rows):
+            kept = [len(result.tokens) - 1 for result in results]
+            self._schedule.told(tried_by, [row.drafts for row in plan.rows], (plan.drafter, plan.drafts), seconds, kept)
         self._stats.steps += 1
         tokens = sum(row.n for row in plan.rows)
         self._stats.step_tokens += tokens
         self._stats.step_sizes[bisect.bisect_left(STEP_SIZES, tokens)] += 1
-        if self.limits.drafts:
-            self._tell(plan, results)
         for launch, result in zip(self._launched.pop(id(plan)), results, strict=True):
             sequence, row = launch.sequence, launch.row
             runs = sequence.chain is launch.chain
@@ -396,16 +473,6 @@ class Scheduler:
         enough = len(sequence.tokens) - start >= params.min_tokens
         return enough and repeats(sequence.tokens, start, params.repetition_detection)
 
-    def _tell(self, plan: Plan, results: list[Sampled]) -> None:
-        """What the schedule learns from: steps in which nobody reads a prompt."""
-        step, now = self._steps.pop(id(plan)), time.monotonic()
-        # with async scheduling a step waits for the one before it
-        seconds, self._ended = now - max(step.started, self._ended), now
-        if all(row.sample and row.n == 1 + row.drafts for row in plan.rows):
-            tried = [row.drafts for row in plan.rows]
-            kept = [len(result.tokens) - 1 for result in results]
-            self._schedule.told(step.drafter, tried, (plan.drafter, plan.drafts), seconds, kept)
-
     def _count(self, sequence: Sequence, row: Row, result: Sampled) -> None:
         stats = self._stats
         drafted = len([*takewhile(lambda token: token >= 0, sequence.proposed[: row.drafts])])
@@ -425,9 +492,12 @@ class Scheduler:
             self.cache.free_slot(snapshot)
 
     def fail(self, plan: Plan, message: str) -> list[Delta]:
-        """A step could not be run: its sequences end with an error, the others go on."""
+        """A step could not be run: its sequences end with an error, the others go on.
+
+        What it moved or copied may not be where the index thinks it is: nothing that rests is trusted any more.
+        """
         out, self._out = self._out, []
-        self._steps.pop(id(plan), None)
+        del self._started[id(plan)]
         for launch in self._launched.pop(id(plan)):
             if launch.snapshot:
                 self.cache.free_slot(launch.snapshot)
@@ -435,6 +505,8 @@ class Scheduler:
             if self._by_id.get(request_id) is launch.sequence:
                 delta = Delta(request_id=request_id, finish_reason="error", error=message)
                 out.append(self._finish(launch.sequence, delta))
+        if plan.moves is not None:
+            self.cache.clear()
         return out
 
     def drain(self) -> list[Delta]:
@@ -472,8 +544,7 @@ class Scheduler:
         if sequence.slot:
             self._release(sequence, keep=delta.finish_reason != "error", ended=delta.finish_reason == "stop")
         else:
-            self.waiting = [entry for entry in self.waiting if entry[1] is not sequence]
-            heapq.heapify(self.waiting)
+            self._unqueue(sequence)
         self._stats.finished[delta.finish_reason] = self._stats.finished.get(delta.finish_reason, 0) + 1
         return delta
 
@@ -494,14 +565,6 @@ class Scheduler:
         owned = {id(s) for s in self.running} | {id(s) for _, s in self.waiting}
         assert owned == {id(s) for s in self._by_id.values()}, "a sequence is neither waiting nor running"
         assert all(s.chain is None for _, s in self.waiting), "a waiting sequence holds pages"
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step under way, with drafts in it or to come."""
-
-    started: float
-    drafter: int  # whose drafts it tries
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from leyden.formats import Dense, Format
 from leyden.formats.fp8 import FP8, MXFP8, FP8Block, FP8Channel
 from leyden.formats.gguf import Blocks
 from leyden.formats.int4 import Int4
+from leyden.formats.int8 import Int8
 from leyden.formats.nvfp4 import NVFP4
 
 _ALGORITHMS: dict[str, Format] = {
@@ -120,6 +121,9 @@ def held_as(tensors: Mapping[str, Stored], shape: tuple[int, ...]) -> Format:
         return Blocks(weight.dtype)
     if weight.dtype == "U8":
         return NVFP4(inputs)
+    if weight.dtype == "I8":
+        groups = scale.shape[-1] if scale else 1
+        return Int8(None if groups == 1 else k // groups, _SCALES.get(scale.dtype if scale else "", torch.bfloat16))
     if weight.dtype == "F8_E4M3":
         if scale is None or scale.shape in ((), (1,)):
             return FP8(inputs)
@@ -132,15 +136,15 @@ def held_as(tensors: Mapping[str, Stored], shape: tuple[int, ...]) -> Format:
 def describe(formats: Mapping[str, Format], fp8_cache: bool = False) -> dict[str, Any] | None:
     """The quantization_config of a checkpoint that holds each named matrix in its format; None if nothing is quantised.
 
-    int4 is described as compressed-tensors does, everything else as ModelOpt. ConfigError for formats that no
-    safetensors checkpoint can name, and for int4 together with others.
+    Integers are described as compressed-tensors does, everything else as ModelOpt. ConfigError for formats that no
+    safetensors checkpoint can name, and for integers together with others.
     """
     stored = {name: format for name, format in formats.items() if format != Dense()}
     plain = sorted(formats.keys() - stored.keys())
     if not stored:
         return None
-    if any(isinstance(format, Int4) for format in stored.values()):
-        return _describe_int4(stored, plain, fp8_cache)
+    if any(isinstance(format, Int4 | Int8) for format in stored.values()):
+        return _describe_integers(stored, plain, fp8_cache)
     names = {format: algorithm for algorithm, format in reversed(_ALGORITHMS.items())} | {FP8(): "FP8"}
     strange = sorted({format.name for format in stored.values()} - {format.name for format in names})
     if strange:
@@ -161,19 +165,24 @@ def describe(formats: Mapping[str, Format], fp8_cache: bool = False) -> dict[str
     return config | ({"group_size": 16} if "NVFP4" in config["quant_algo"] else {})
 
 
-def _describe_int4(stored: Mapping[str, Format], plain: list[str], fp8_cache: bool) -> dict[str, Any]:
-    groups: dict[Int4, list[str]] = {}
+def _describe_integers(stored: Mapping[str, Format], plain: list[str], fp8_cache: bool) -> dict[str, Any]:
+    groups: dict[Int4 | Int8, list[str]] = {}
     for name, format in sorted(stored.items()):
-        if not isinstance(format, Int4):
-            raise ConfigError(f"a checkpoint cannot hold both int4 and {format.name}; {name} is {format.name}")
+        if not isinstance(format, Int4 | Int8):
+            raise ConfigError(f"a checkpoint cannot hold both integers and {format.name}; {name} is {format.name}")
         groups.setdefault(format, []).append(name)
     described = {}
     for i, (format, names) in enumerate(groups.items()):
-        weights = {"num_bits": 4, "type": "int", "symmetric": format.symmetric, "dynamic": False}
+        bits, symmetric = (4, format.symmetric) if isinstance(format, Int4) else (8, True)
+        weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False}
         kind = {"strategy": "group", "group_size": format.group} if format.group else {"strategy": "channel"}
         targets = ["Linear"] if len(groups) == 1 else names
-        described[f"group_{i}"] = {"targets": targets, "weights": weights | kind, "input_activations": None}
-    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+        packing = "pack-quantized" if bits == 4 else "int-quantized"
+        group = {"targets": targets, "weights": weights | kind, "input_activations": None, "format": packing}
+        described[f"group_{i}"] = group
+    kinds = {str(group["format"]) for group in described.values()}
+    layout = kinds.pop() if len(kinds) == 1 else "mixed-precision"
+    config = {"quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed"}
     cache = {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True} if fp8_cache else None
     return config | {"config_groups": described, "ignore": plain, "kv_cache_scheme": cache}
 
@@ -194,6 +203,8 @@ def _group_format(group: Mapping[str, Any]) -> Format:
             return Int4(size, weights.get("symmetric", True))
         case "int", 4, "channel":
             return Int4(None, weights.get("symmetric", True))
+        case "int", 8, ("group" | "channel") if weights.get("symmetric", True):
+            return Int8(size)
         case "float", 4, _ if size == 16:
             return NVFP4(input_scale=static)
         case "float", 8, "tensor":
@@ -206,7 +217,7 @@ def _group_format(group: Mapping[str, Any]) -> Format:
             return MXFP8()
     keys = ("type", "num_bits", "strategy", "group_size", "block_structure")
     found = {key: weights[key] for key in keys if weights.get(key) is not None}
-    raise _refusal("config_groups", found, "int4 in groups or channels, NVFP4, FP8 or MXFP8")
+    raise _refusal("config_groups", found, "int4 in groups or channels, symmetric int8, NVFP4, FP8 or MXFP8")
 
 
 def _refusal(key: str, found: Any, accepted: str) -> ConfigError:

@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from leyden import ops
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
 from leyden.errors import CheckpointError
@@ -41,6 +42,7 @@ from leyden.formats.scheme import Scheme, describe, held_as
 from leyden.log import get
 from leyden.model.attention import Attention
 from leyden.model.nemotron import Nemotron
+from leyden.model.rounded import Rounded, narrow
 from leyden.model.stored import DTYPES, FLOATS, INDEX, Stored, named, opened, read, stored_tensors
 
 __all__ = ["Stored", "build", "dummy", "load", "resolve", "save", "stored_tensors"]
@@ -69,22 +71,36 @@ def build(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = 
     return model.to_empty(device=device)
 
 
-def load(model: Nemotron, folder: Path, device: torch.device | str = "cpu", progress: bool = True) -> None:
+def load(
+    model: Nemotron,
+    folder: Path,
+    device: torch.device | str = "cpu",
+    progress: bool = True,
+    quantization: str | None = None,
+) -> None:
     """Fill every parameter of `model` from the files of `folder`; `device` is where a model built on meta goes.
 
     Shards are read side by side, each tensor straight into its parameter. With `progress`, a bar of bytes on stderr.
+    With `quantization`, one of rounded.QUANTIZATIONS, matrices that the files hold dense are quantised on their way.
     Raises CheckpointError that lists what is missing, unexpected, of another shape or of a dtype that does not fit.
     """
     started = time.monotonic()
     plan = match(model, folder)
+    _compare(model, folder)
+    changed = narrow(model, quantization) if quantization else {}
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
-    total = fill(_addresses(model), plan, progress)
+    ops.prepare(model.parameters())
+    targets: dict[str, Tensor | Rounded] = {**_addresses(model)}
+    for name, weight in changed.items():
+        targets[f"{name}.weight"] = Rounded.of(weight)
+        if len(weight.shape) == 3:
+            targets |= {f"{one}.weight": Rounded.of(weight, i) for i, one in enumerate(each(name, weight))}
+    total = fill(targets, plan, progress)
     log.info("loaded %.2f GiB of weights in %.1f s", total / 2**30, time.monotonic() - started)
-    _compare(model, folder)
 
 
-def fill(targets: Mapping[str, Tensor], files: Mapping[str, Stored], progress: bool = True) -> int:
+def fill(targets: Mapping[str, Tensor | Rounded], files: Mapping[str, Stored], progress: bool = True) -> int:
     """Read `files` into the `targets` of the same names; returns the bytes. Files are read side by side."""
     groups = [list(group) for _, group in groupby(files.items(), key=lambda entry: entry[1].file)]
     total = sum(stored.bytes for stored in files.values())
@@ -97,7 +113,10 @@ def fill(targets: Mapping[str, Tensor], files: Mapping[str, Stored], progress: b
             with opened(group[0][1].file) as file:
                 for name, stored in group:
                     target = targets[name]
-                    target.copy_(stored.read(file).reshape(target.shape))
+                    if isinstance(target, Tensor) and stored.fills(target):
+                        stored.read_into(target)
+                    else:
+                        target.copy_(stored.read(file).reshape(target.shape))
                     bar.update(stored.bytes)
 
         list(readers.map(read_all, groups))
@@ -189,6 +208,7 @@ def dummy(model: Nemotron, seed: int = 0) -> None:
 
     Every tensor has a seed of its own, from `seed` and its name. The same device gives the same values, in any dtype.
     """
+    ops.prepare(model.parameters())
     quantised = {name: weight for name, weight in matrices(model) if weight.format != Dense()}
     for name, weight in quantised.items():
         first = next(weight.parameters())

@@ -9,6 +9,7 @@ everything; stacked experts may lack `.weight`; compressed-tensors has names of 
 scale of the matrix. GGUF files have names and an arrangement of their own (leyden.config.gguf).
 """
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -33,6 +34,7 @@ DTYPES = (
     | {  # as safetensors calls them -> as they are kept
         "F8_E4M3": torch.float8_e4m3fn,
         "U8": torch.uint8,
+        "I8": torch.int8,
         "F8_E8M0": torch.uint8,
         "I32": torch.int32,
         "I64": torch.int64,
@@ -58,6 +60,7 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
     change: Change | None = None  # what is done to it before it is used
+    offset: int | None = None  # of its bytes in the file, where they lie there as they are
 
     @property
     def bytes(self) -> int:
@@ -65,8 +68,30 @@ class Stored:
 
     def read(self, file: Any) -> Tensor:
         """The tensor, from its opened file."""
+        if (
+            self.change is None and self.offset is not None
+        ):  # mapped memory would count as ours until the file is closed
+            plain = torch.empty(self.shape, dtype=DTYPES[self.dtype])
+            self.read_into(plain)
+            return plain
         tensor: Tensor = file.get_tensor(self.name)
         return self.change(tensor) if self.change else tensor
+
+    def fills(self, target: Tensor) -> bool:
+        """Whether its bytes are those of `target`: then read_into() will do, which needs no memory on its way."""
+        plain = self.change is None and self.offset is not None and DTYPES[self.dtype] == target.dtype
+        return plain and target.device.type == "cpu" and target.is_contiguous()
+
+    def read_into(self, target: Tensor) -> None:
+        """The bytes, from the file into the memory of `target`."""
+        memory = target.reshape(-1).view(torch.uint8).numpy().data
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.offset or 0)
+            while memory:
+                count = file.readinto(memory)
+                if not count:
+                    raise CheckpointError(f"{self.file}: ends within {self.name}; fetch it again")
+                memory = memory[count:]
 
 
 def opened(file: Path) -> Any:
@@ -112,15 +137,27 @@ def stored_tensors(folder: Path) -> list[Stored]:
     found = []
     for file in files:
         try:
+            offsets = _offsets(file)
             with safe_open(file, framework="pt") as header:
                 for name in header.keys():  # noqa: SIM118 (not a dict)
                     tensor = header.get_slice(name)
-                    found.append(Stored(file, name, tuple(tensor.get_shape()), tensor.get_dtype()))
+                    shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+                    found.append(Stored(file, name, shape, dtype, offset=offsets[name]))
         except FileNotFoundError:
             raise CheckpointError(f"{file}: no such file, but {INDEX} names it; the download is not complete") from None
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{file}: damaged, or no safetensors file ({error}); fetch it again") from error
     return found
+
+
+def _offsets(file: Path) -> dict[str, int]:
+    """Where the bytes of each tensor begin: after 8 bytes with the length of a JSON header, and that header."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > file.stat().st_size:
+            return {}  # damaged: safe_open says how
+        header = json.loads(opened.read(size))
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def _of_gguf(files: list[Path]) -> Iterator[tuple[str, Stored]]:

@@ -34,6 +34,7 @@ from leyden.server.client import Close, Command, Died, Engine, Event, Ready, dri
 logger = log.get(__name__)
 
 GRACE = 5.0  # seconds an engine gets to close before it is killed
+SAVING = 300.0  # the same with --cache-dir: a large cache takes its time to be written
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as enums they take longer than what they are for
 
 
@@ -85,7 +86,7 @@ class OwnProcess:
             self._restart.cancel()
         self._unwatch()
         self.send(Close())
-        await asyncio.to_thread(self._reap)
+        await asyncio.to_thread(self._reap, SAVING if self._start.config.get("cache_dir") else GRACE)
 
     @property
     def pid(self) -> int:
@@ -197,7 +198,8 @@ def load(**config: Any) -> Engine:
 def main(folder: str, lifeline: int) -> int:
     """The engine process: build, say Ready, drive. Returns the exit code."""
     os.set_inheritable(lifeline, False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches both processes; the API process decides
+    for ending in (signal.SIGINT, signal.SIGTERM):  # ctrl-C and service managers reach both: the API process decides
+        signal.signal(ending, signal.SIG_IGN)
     threading.Thread(target=_follow, args=(socket.socket(fileno=lifeline),), daemon=True).start()
     context = zmq.Context()
     commands, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)

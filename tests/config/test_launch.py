@@ -108,7 +108,7 @@ def test_one_line_for_each_flag_without_effect():
     assert notes("--moe-backend", "auto", "--mamba-cache-mode", "none", "--runner", "generate") == []
     assert notes("--no-enable-prefix-caching", "--enable-chunked-prefill") == []
     assert notes("--swap-space", "4") == [
-        "--swap-space 4.0 has no effect: nothing is swapped out; a preempted request is computed again"
+        "--swap-space 4.0 has no effect: --kv-offloading-size sizes the host memory of the cache"
     ]
 
 

@@ -67,6 +67,7 @@ def engine(
     page=16,
     max_model_len=512,
     step_tokens=64,
+    host=(0, 0),
     drafter=None,
     **options,
 ) -> Engine:
@@ -83,12 +84,8 @@ def engine(
         ssm_dtype=torch.float32,
         draft=draft,
     )
-    return Engine(
-        model,
-        Split(shape, seqs, step_tokens, slot_bytes=0, page_bytes=0),
-        drafters=[drafter] if drafter else (),
-        **options,
-    )
+    split = Split(shape, seqs, step_tokens, 0, 0, host_slots=host[0], host_pages=host[1])
+    return Engine(model, split, drafters=[drafter] if drafter else (), **options)
 
 
 def oracle(model: Nemotron, prompt: list[int], n: int) -> list[int]:

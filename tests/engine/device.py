@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from leyden.engine.scheduler import Limits, Scheduler
-from leyden.types import Delta, Plan, Request, Sampled, SamplingParams
+from leyden.types import Delta, Moves, Plan, Request, Sampled, SamplingParams
 
 
 def rule(tokens: list[int]) -> int:
@@ -35,6 +35,9 @@ class Device:
     tables: dict[int, dict[int, int]] = field(default_factory=dict)  # slot -> index -> page
     state: dict[int, list[int]] = field(default_factory=dict)  # slot -> tokens its recurrent state has seen
     last: dict[int, int] = field(default_factory=dict)
+    far_pages: dict[int, dict[int, int]] = field(default_factory=dict)  # the same in host memory
+    far_state: dict[int, list[int]] = field(default_factory=dict)
+    moved: int = 0
     drafts: dict[int, list[int]] = field(default_factory=dict)
     stops: dict[int, tuple[int, ...]] = field(default_factory=dict)
     following: dict[int, int] = field(default_factory=dict)
@@ -45,15 +48,29 @@ class Device:
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot appears twice in a step"
         long = [row.n > 1 + self.limits.drafts for row in plan.rows]
         assert long == sorted(long), "short rows come first"
+        moves = plan.moves or Moves()
+        pages_in = [(target, dict(self.far_pages[far])) for far, target in moves.pages_in]
+        states_in = {slot: list(self.far_state[far]) for far, slot in moves.states_in}
+        pages_out = {far: dict(self.pages[source]) for source, far in moves.pages_out}
+        states_out = {far: list(self.state[slot]) for slot, far in moves.states_out}
+        self.moved += len(pages_in) + len(states_in) + len(pages_out) + len(states_out)
         states = [list(self.state[admit.source]) if admit.source else [] for admit in plan.admits]
         contents = [dict(self.pages[source]) for source, _ in plan.copies]
         assert len({target for _, target in plan.copies}) == len(plan.copies), "two copies into one page"
+        self.far_pages |= pages_out
+        self.far_state |= states_out
+        assert not set(dict(pages_in)) & {target for _, target in plan.copies}, "a page is written twice"
+        assert len(dict(pages_in)) == len(pages_in)
+        self.pages |= dict(pages_in)
         for admit, state in zip(plan.admits, states, strict=True):
+            assert not (admit.source and admit.slot in states_in), "a state is written twice"
+            state = states_in.pop(admit.slot, state)
             assert len(state) == admit.computed, "the state is not the one the plan speaks of"
             self.state[admit.slot], self.tables[admit.slot] = state, {}
             self.stops[admit.slot] = admit.stop_ids
             self.drafts.pop(admit.slot, None)
             self.following.pop(admit.slot, None)
+        assert not states_in, "a state came for nobody"
         for (_, target), content in zip(plan.copies, contents, strict=True):
             self.pages[target] = content
         for slot, index, number in plan.pages:
@@ -84,7 +101,7 @@ class Device:
             if row.sample:
                 self.last[slot] = drawn[right]
                 self._propose(slot, table)
-            results.append(Sampled(drawn[: right + 1]))
+            results.append(Sampled(drawn[: right + 1], drafts=self.drafts[slot] if row.sample else []))
         for slot, target in plan.snapshots:
             self.state[target] = list(self.state[slot])
         return results

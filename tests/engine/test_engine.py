@@ -47,6 +47,30 @@ def test_d26_alone_equals_together_and_first_logits_agree(model, answers):
         assert first.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("budget", [1, 3, 7, 16, 17, 64])
+def test_d26_first_logits_are_those_of_one_chunk_at_any_budget(model, budget):
+    for n in (5, 17, 160):
+        request = greedy(f"{n}", prompt_of(n), 1, logprobs=20)
+        (whole,) = run(engine(model, step_tokens=512), [(0, request)])[request.id]
+        (split,) = run(engine(model, step_tokens=budget), [(0, request)])[request.id]
+        assert split.logprobs[0].top_ids == whole.logprobs[0].top_ids
+        assert split.logprobs[0].top_logprobs == pytest.approx(whole.logprobs[0].top_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_d26_prompts_beside_one_long_decode(model, answers, overlap):
+    long = greedy("long", prompt_of(33, 8), 200)
+    arrivals = [(0, long), *((20 + 9 * i, greedy(f"{n}", prompt_of(n))) for i, n in enumerate(LENGTHS))]
+    out = run(engine(model, seqs=4, step_tokens=24, overlap=overlap), arrivals)
+    assert {n: tokens_of(out[f"{n}"]) for n in LENGTHS} == answers
+    assert tokens_of(out["long"]) == oracle(model, prompt_of(33, 8), 200)
+
+
+def test_d26_a_prompt_by_decode_steps_only(model, answers):
+    out = run(engine(model, seqs=11, row_tokens=1), [(0, greedy(f"{n}", prompt_of(n))) for n in LENGTHS])
+    assert {n: tokens_of(out[f"{n}"]) for n in LENGTHS} == answers
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_d26_any_arrivals_slots_and_row_limits(model, answers, seed):
     made = random.Random(seed)
@@ -129,6 +153,17 @@ def test_d29_cancel_storm_leaves_nothing_behind(model, overlap):
     assert (used.stats().slots_free, used.stats().pages_free) == start
     prompt = prompt_of(33, 5)
     assert tokens_of(run(used, [(0, greedy("x", prompt))])["x"]) == oracle(model, prompt, N)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_d29_the_fiftieth_request_is_answered_as_the_first(model, overlap):
+    request = greedy("x", prompt_of(50), 40)
+    fresh = run(engine(model, snapshots=4, overlap=overlap), [(0, request)])["x"]
+    used = engine(model, seqs=3, snapshots=4, pages=60, max_model_len=128, overlap=overlap)
+    run(used, [(i // 2, greedy(f"r{i}", prompt_of(3 + i, i), 9)) for i in range(49)])
+    again = run(used, [(0, request)])["x"]
+    assert tokens_of(again) == tokens_of(fresh) == oracle(model, prompt_of(50), 40)
+    assert len(tokens_of(again)) == 40
 
 
 def test_a_seed_gives_its_tokens_whatever_else_is_in_the_batch(model):

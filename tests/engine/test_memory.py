@@ -1,13 +1,114 @@
-"""The pool that divide() asks for is as large as it says, drafters and all."""
+"""What divide() makes of the memory: the published sizes, refusals that say what would fit, drafters and all."""
+
+import re
 
 import pytest
 import torch
 
 from leyden.cache.pool import NO_DRAFTER, DraftShape, Pool
 from leyden.config.engine import EngineConfig
-from leyden.engine.memory import divide
+from leyden.config.launch import Launch
+from leyden.config.model import ModelConfig
+from leyden.engine.memory import Split, divide
 from leyden.errors import ConfigError
 from tests.engine.conftest import TINY
+
+GIB = 2**30
+# Attention and Mamba layers of the 30B-A3B release; the rest does not matter here.
+NANO = ModelConfig.from_dict(
+    {
+        "model_type": "nemotron_h",
+        "hidden_size": 2688,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "mamba_num_heads": 64,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "max_position_embeddings": 1048576,
+    }
+)
+
+
+def split(gib: float, device: str = "cuda", **config) -> Split:
+    return divide(EngineConfig(model="m", **config), NANO, torch.bfloat16, device, int(gib * GIB))
+
+
+def bytes_of(made: Split) -> int:
+    return made.shape.slots * made.slot_bytes + made.shape.pages * made.page_bytes
+
+
+def test_the_published_sizes():
+    made = split(20, max_num_seqs=8)
+    assert made.page_bytes == 16 * 6144 and made.slot_bytes == 49_082_368
+    assert split(20, max_num_seqs=8, mamba_ssm_cache_dtype="float16").slot_bytes == 24_965_120
+
+
+@pytest.mark.parametrize("gib", [2, 7, 18, 100])
+@pytest.mark.parametrize("config", [{}, {"max_num_seqs": 4}, {"enable_prefix_caching": False}, {"max_model_len": 8192}])
+def test_the_parts_are_as_large_as_the_whole_and_not_larger(gib, config):
+    made = split(gib, **config)
+    assert bytes_of(made) <= gib * GIB
+    assert made.cache_tokens >= made.shape.max_model_len
+    used_up = bytes_of(made) > 0.95 * gib * GIB
+    enough = made.cache_tokens >= (made.shape.slots - 1) * made.shape.max_model_len
+    assert used_up or enough
+    cached = made.shape.slots - 1 - made.seqs
+    assert (cached > 0) == (config.get("enable_prefix_caching") is not False)
+
+
+def test_one_million_tokens_fit_where_they_should():
+    assert split(14, max_num_seqs=8).shape.max_model_len == 1_048_576
+    # 256K in BF16 beside the weights on one H100: about eleven at once
+    made = split(18, max_num_seqs=11, max_model_len=262_144, enable_prefix_caching=False)
+    assert made.cache_tokens // 262_144 == 11
+
+
+def test_auto_takes_what_fits(caplog):
+    launch = Launch.from_argv(["m", "--max-model-len", "auto"])
+    assert launch.engine.max_model_len is None
+    made = split(3, max_num_seqs=8)
+    assert 16 <= made.shape.max_model_len < 1_048_576
+    assert made.cache_tokens >= made.shape.max_model_len
+
+
+def test_what_cannot_fit_is_refused_with_numbers_that_would():
+    with pytest.raises(ConfigError) as refused:
+        split(6, max_num_seqs=64, max_model_len=1_048_576)
+    message = str(refused.value)
+    assert "6.00 GiB are free" in message and "one context of that length 6.00 GiB" in message
+    length, seqs = map(
+        int, re.search(r"what would fit: --max-model-len (\d+) with --max-num-seqs (\d+)", message).groups()
+    )
+    assert split(6, max_num_seqs=seqs, max_model_len=length).shape.max_model_len == length
+    with pytest.raises(ConfigError):
+        split(6, max_num_seqs=seqs, max_model_len=length + 64)
+    with pytest.raises(ConfigError) as refused:
+        split(7, max_num_seqs=64, max_model_len=1_048_576)
+    length, seqs = map(
+        int, re.search(r", or --max-model-len (\d+) with --max-num-seqs (\d+)", str(refused.value)).groups()
+    )
+    assert length == 1_048_576 and split(7, max_num_seqs=seqs, max_model_len=length).seqs == seqs
+    with pytest.raises(ConfigError):
+        split(7, max_num_seqs=seqs + 1, max_model_len=length)
+    with pytest.raises(ConfigError, match="0.01 GiB are free .*; give it more memory"):
+        split(0.01, max_num_seqs=1, max_model_len=16)
+
+
+def test_host_memory_is_divided_as_the_device():
+    made = split(20, max_num_seqs=8, kv_offloading_size=50)
+    assert made.host_slots * made.slot_bytes + made.host_pages * made.page_bytes <= 50 * GIB
+    near = (made.shape.slots - 1 - made.seqs) * made.slot_bytes / ((made.shape.pages - 1) * made.page_bytes)
+    far = made.host_slots * made.slot_bytes / (made.host_pages * made.page_bytes)
+    assert far == pytest.approx(near, rel=0.02)
+    assert "in 50.00 GiB of host memory" in str(made)
+    assert split(20, kv_offloading_size=50, enable_prefix_caching=False).host_slots == 0
+    assert split(20).host_slots == 0 and "host memory" not in str(split(20))
+    with pytest.raises(ConfigError, match="--kv-offloading-size 0.01 has no room for one state"):
+        split(20, kv_offloading_size=0.01)
+
 
 MIB = 2**20
 DRAFTS = {

@@ -3,8 +3,10 @@
 import pytest
 
 from leyden.types import SamplingParams
+from tests.engine import drafters
 from tests.engine.conftest import engine, oracle, run
 from tests.engine.device import tokens_of
+from tests.engine.drafters import Scripted
 from tests.engine.test_engine import greedy, prompt_of
 
 P = prompt_of(32, 9)
@@ -28,6 +30,32 @@ def test_d27_hits_are_exact_and_answers_are_those_without_a_cache(model, overlap
     got = [ask(made, f"r{i}", prompt) for i, prompt in enumerate(prompts)]
     assert [answer for answer, _ in got] == [oracle(model, prompt, N) for prompt in prompts]
     assert [cached for _, cached in got] == [0, 32, 32, 32]
+
+
+@pytest.mark.parametrize("host", [(0, 0), (4, 20)])
+def test_d27_shared_pages_and_states_are_never_written_again(model, host):
+    made = engine(model, snapshots=8, host=host)
+    ask(made, "r1", P + prompt_of(1, 10))
+    cache, pool = made.scheduler.cache, made.runner.pool
+
+    def shared() -> list[tuple[tuple, float, float]]:
+        """What of the first prompt is kept: tokens, and the bytes of its pages and states, as sums."""
+        found = []
+        nodes, snapshots = cache.contents()
+        for node in nodes:
+            if node.page and list(node.tokens) in (P[:16], P[16:]):
+                found.append((node.tokens, pool.kv[:, :, node.page].double().sum().item(), 0.0))
+        for snapshot in snapshots:
+            if snapshot.length == 32:
+                sums = [array[:, snapshot.slot].double().sum().item() for array in pool.states]
+                found.append((("state",), *sums))
+        return sorted(found, key=str)
+
+    before = shared()
+    assert len(before) == 3
+    for i, n in enumerate((2, 40, 1)):
+        ask(made, f"again {i}", P + prompt_of(n, 9 + n))
+        assert shared() == before
 
 
 @pytest.mark.parametrize("evict", ["snapshots", "pages"])
@@ -140,3 +168,56 @@ def test_switched_off_nothing_is_kept(model):
     assert ask(made, "b", P + [1, 2])[1] == 0
     stats = made.stats()
     assert (stats.slots_free, stats.pages_free, stats.snapshots) == (stats.slots_total, stats.pages_total, 0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_left_the_device_comes_back_from_host_memory(model, overlap):
+    # the device has room for one conversation at a time
+    made = engine(model, seqs=2, snapshots=1, pages=16, max_model_len=160, host=(12, 80), overlap=overlap)
+    prompts = {i: prompt_of(60 + i, 80) for i in range(4)}
+    for turn in range(3):
+        for i, prompt in prompts.items():
+            answer, cached = ask(made, f"{turn}.{i}", prompt, 8)
+            assert answer == oracle(model, prompt, 8)
+            assert (cached == len(prompt) - 11) if turn else (cached == 0)
+            prompts[i] = prompt + answer + prompt_of(10, 90 + i)
+    assert made.scheduler.cache.far_snapshots
+    made.scheduler.cache.clear()
+    made.check()
+    assert made.scheduler.cache.far_snapshots == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_d27_interleaved_conversations_with_a_tier_too_small_for_them(model, overlap):
+    made = engine(model, seqs=3, snapshots=2, pages=20, max_model_len=160, host=(20, 70), overlap=overlap, paced=False)
+    prompts = {i: prompt_of(20 + i, 40) for i in range(16)}
+    for turn in range(3):
+        out = run(made, [(i // 3, greedy(f"{turn}.{i}", prompts[i], 6)) for i in prompts])
+        for i, prompt in prompts.items():
+            answer = tokens_of(out[f"{turn}.{i}"])
+            assert answer == oracle(model, prompt, 6)
+            prompts[i] = prompt + answer + prompt_of(10, 50 + i)
+    assert made.stats().cached_tokens
+
+
+@pytest.mark.parametrize("rule", ["perfect", "half", "wrong"])
+@pytest.mark.parametrize("host", [(0, 0), (12, 90)])
+def test_d27_with_three_drafts_a_step(model, host, rule, tmp_path):
+    """Conversations in too little room, with drafts, with and without a tier, and in a second process."""
+    prompts = {i: prompt_of(30 + 9 * i, 40) for i in range(4)}
+    texts, turns = [], []
+    for _ in range(3):
+        answers = {i: oracle(model, prompt, 8) for i, prompt in prompts.items()}
+        turns.append((prompts, answers))
+        texts += [prompts[i] + answers[i] for i in prompts]
+        prompts = {i: prompts[i] + answers[i] + prompt_of(10, 70 + i) for i in prompts}
+    sizes = {"seqs": 2, "snapshots": 2, "pages": 26, "max_model_len": 160, "host": host, "cache_dir": str(tmp_path)}
+    drafter = Scripted(3, texts, getattr(drafters, rule), 2)
+    made = engine(model, drafter=drafter, overlap=True, **sizes)
+    for number, (asked, answers) in enumerate(turns):
+        if number == 2:
+            made.close()
+            made = engine(model, drafter=drafter, **sizes)
+        out = run(made, [(0, greedy(f"{number}.{i}", prompt, 8)) for i, prompt in asked.items()])
+        assert {i: tokens_of(out[f"{number}.{i}"]) for i in asked} == answers
+    assert made.stats().cached_tokens or not host[0]

@@ -27,7 +27,9 @@ def scenes(draw: st.DrawFn) -> tuple[Limits, list[tuple[int, Request]], dict[int
     lim = Limits(
         seqs=draw(st.integers(1, 5)),
         snapshots=draw(st.integers(0, 4)),
-        prefix_caching=draw(st.booleans()),
+        prefix_caching=draw(st.sampled_from([True, True, False])),
+        host_slots=draw(st.sampled_from([0, 1, 2, 5])),
+        host_pages=draw(st.integers(0, 20)),
         snapshot_every=draw(st.sampled_from([5, 8192])),
         pages=pages,
         page=page,
@@ -169,6 +171,76 @@ def test_a_failed_step_ends_its_requests_only() -> None:
     assert tokens_of(got) == expected(request("b", prompt(2, 3), 3))
 
 
+def step(scheduler: Scheduler, device: Device) -> tuple[dict[str, int], list[str]]:
+    """One step -> tokens by request, and the requests that got a token."""
+    plan = scheduler.plan()
+    assert plan is not None
+    names = {s.slot: s.request.id for s in scheduler.running}
+    deltas = scheduler.commit(plan, device.run(plan))
+    return {names[row.slot]: row.n for row in plan.rows}, [d.request_id for d in deltas]
+
+
+def test_a_short_prompt_does_not_wait_behind_a_long_one_which_keeps_half() -> None:
+    scheduler = Scheduler(limits(step_tokens=8, pages=200, seqs=8, max_model_len=400))
+    device = Device(scheduler.limits)
+    scheduler.add(request("long", prompt(1, 300), 2))
+    step(scheduler, device)
+    for i in range(6):
+        scheduler.add(request(f"short{i}", prompt(2 + i, 6), 1))
+    first: dict[str, int] = {}
+    for n in range(80):
+        rows, done = step(scheduler, device)
+        if "long" in done:
+            break
+        # its half, but for what the next token of others takes first
+        assert rows["long"] >= (8 - sum(k == 1 for k in rows.values())) // 2
+        first |= {name: n for name in done if name not in first}
+    assert len(first) == 6 and max(first.values()) < 12
+    assert "long" in done
+
+
+def test_equal_prompts_come_one_after_the_other() -> None:
+    scheduler = Scheduler(limits(step_tokens=8))
+    device = Device(scheduler.limits)
+    for i in range(3):
+        scheduler.add(request(f"r{i}", prompt(i, 32), 1))
+    order: list[str] = []
+    while scheduler.unfinished:
+        order += step(scheduler, device)[1]
+    assert order == ["r0", "r1", "r2"]
+
+
+def test_partial_prefills_are_limited_and_short_prompts_overtake_long_ones() -> None:
+    scheduler = Scheduler(limits(step_tokens=8, pages=200, partial_prefills=1))
+    device = Device(scheduler.limits)
+    for i in range(3):
+        scheduler.add(request(f"r{i}", prompt(i, 50 - i), 2))
+    while scheduler.unfinished:
+        step(scheduler, device)
+        assert sum(s.prefilling for s in scheduler.running) <= 1
+    lim = limits(step_tokens=8, pages=200, long_partial_prefills=1, row_tokens=20, max_model_len=100)
+    scheduler, device = Scheduler(lim), Device(lim)
+    for name, n in (("a", 60), ("b", 60), ("c", 5)):
+        scheduler.add(request(name, prompt(len(name), n), 2))
+    order: list[str] = []
+    while scheduler.unfinished:
+        order += step(scheduler, device)[1]
+        assert sum(s.todo > 20 for s in scheduler.running) <= 1
+    assert order.index("c") < order.index("a") < order.index("b")
+    assert Limits(seqs=1, pages=9, page=4, max_model_len=1000, step_tokens=8).long == 40
+
+
+def test_a_step_with_a_long_prompt_is_paced_only_where_somebody_waits() -> None:
+    for paced, most in ((True, 2), (False, 127)):
+        scheduler = Scheduler(limits(step_tokens=128, pages=300, max_model_len=600, paced=paced))
+        device = Device(scheduler.limits)
+        scheduler.add(request("long", prompt(1, 400), 40))
+        assert step(scheduler, device)[0] == {"long": 128}
+        scheduler.add(request("short", prompt(3, 2), 40))
+        seen = [step(scheduler, device)[0] for _ in range(3)]
+        assert max(rows.get("long", 0) for rows in seen[1:]) == most  # the first ones are probes
+
+
 def test_preempted_with_drafts_under_way() -> None:
     """Nobody knows how far the state will be, so it is not kept as that of any length."""
     preemptions = accepted = 0
@@ -181,3 +253,38 @@ def test_preempted_with_drafts_under_way() -> None:
         preemptions += scheduler.stats().preemptions
         accepted += sum(scheduler.stats().accepted_tokens)
     assert preemptions > 10 and accepted > 500
+
+
+def test_prompts_are_not_paced_where_they_are_more_than_the_answers() -> None:
+    scheduler = Scheduler(limits(step_tokens=64, pages=400, seqs=8, max_model_len=200))
+    device = Device(scheduler.limits)
+    scheduler.add(request("stream", prompt(1, 3), 40))
+    step(scheduler, device)
+    for i in range(3):
+        scheduler.add(request(f"r{i}", prompt(2 + i, 100), 4))
+    assert sum(step(scheduler, device)[0].values()) == 64
+
+
+def test_a_failed_step_with_moves_leaves_nothing_that_is_trusted() -> None:
+    scheduler = Scheduler(limits(seqs=1, pages=10, host_slots=4, host_pages=30))
+    device = Device(scheduler.limits)
+    for name in range(3):  # the third needs the room of the others
+        scheduler.add(request(f"r{name}", prompt(name, 14), 2))
+        while scheduler.unfinished:
+            step(scheduler, device)
+    assert scheduler.cache.far_snapshots
+    scheduler.add(request("back", [*prompt(0, 14), *expected(request("r0", prompt(0, 14), 2))], 2))
+    plan = scheduler.plan()
+    assert plan is not None and plan.moves is not None
+    (delta,) = scheduler.fail(plan, "broken")
+    assert delta.finish_reason == "error"
+    scheduler.check()
+    assert (scheduler.cache.snapshots, scheduler.cache.far_snapshots) == (0, 0)
+    again = request("again", prompt(0, 14), 2)
+    scheduler.add(again)
+    got = []
+    while scheduler.unfinished:
+        plan = scheduler.plan()
+        assert plan is not None
+        got += tokens_of(scheduler.commit(plan, device.run(plan)))
+    assert got == expected(again)

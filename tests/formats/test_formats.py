@@ -7,6 +7,7 @@ from leyden.errors import ConfigError
 from leyden.formats import Dense, Format, Weight
 from leyden.formats.fp8 import FP8, MXFP8, FP8Block, FP8Channel
 from leyden.formats.int4 import Int4
+from leyden.formats.int8 import Int8
 from leyden.formats.nvfp4 import NVFP4
 
 FORMATS = {
@@ -19,6 +20,8 @@ FORMATS = {
     "int4 g128": Int4(),
     "int4 g32 asymmetric": Int4(32, symmetric=False),
     "int4 rows": Int4(None, scale_dtype=torch.float16),
+    "int8 g128": Int8(128),
+    "int8 rows": Int8(scale_dtype=torch.float16),
     "nvfp4": NVFP4(),
     "nvfp4 w4a4": NVFP4(input_scale=True),
     "nvfp4 4/6": NVFP4(four_over_six=True),

@@ -134,7 +134,7 @@ def test_compressed_tensors_groups(weights: dict[str, Any], format: Format) -> N
         ({"quant_method": "awq"}, "quant_method must be modelopt or compressed-tensors; found 'awq'"),
         ({"quant_algo": "W4A8_AWQ"}, "quant_algo must be NVFP4, .*; found 'W4A8_AWQ'"),
         ({"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": {MAMBA: {}}}}, "found None"),
-        (group(num_bits=8, type="int", strategy="channel"), "found {'type': 'int', 'num_bits': 8, 'strategy': 'ch"),
+        (group(num_bits=8, type="int", symmetric=False), "found {'type': 'int', 'num_bits': 8"),
     ],
 )
 def test_refused(config: dict[str, Any], message: str) -> None:
@@ -193,5 +193,5 @@ def test_what_is_described_is_read_back(held: dict[str, Format], fp8_cache: bool
 
 def test_descriptions_that_nobody_could_read_are_refused() -> None:
     assert describe({EXPERT: Dense()}) is None
-    with pytest.raises(ConfigError, match=f"both int4 and nvfp4; {EXPERT} is nvfp4"):
+    with pytest.raises(ConfigError, match=f"both integers and nvfp4; {EXPERT} is nvfp4"):
         describe({EXPERT: NVFP4(), MAMBA: Int4()})

@@ -27,6 +27,8 @@ if available:
         ops.ssd_scan: mamba.ssd_scan,
         ops.gated_norm: norm.gated_norm,
         ops.mamba_step: mamba.mamba_step,
+        ops.mamba_verify: mamba.mamba_verify,
+        ops.mamba_replay: mamba.mamba_replay,
         ops.kv_write: attention.kv_write,
         ops.attention: attention.attention,
         ops.attention_packed: attention.attention_packed,

@@ -10,7 +10,8 @@ enum {
 int64_t row_bytes(const Matrix *m) {
     switch (m->kind) {
         case PLAIN: return m->columns * size_of(m->type);
-        case E4M3: return m->columns;
+        case E4M3:
+        case INT8: return m->columns;
         case Q8_0: return m->columns / Q_RUN * 34;
         case Q4_0: return m->columns / Q_RUN * 18;
         default: return m->columns / 2;
@@ -112,6 +113,7 @@ INLINE vec nibbles(const char *at, int64_t count, const float *table) {
 /* `count` codes from column c on, LANES at most. */
 INLINE vec codes_at(const char *codes, int64_t c, int64_t count, const int kind) {
     if (kind == E4M3) return from_e4m3(bytes_at(codes + c, count));
+    if (kind == INT8) return __builtin_convertvector(widened(bytes_at(codes + c, count)), vec);
     return nibbles(codes + c / 2, count, kind == E2M1 ? E2M1_VALUES : INT4_VALUES);
 }
 
@@ -153,6 +155,7 @@ void unpack(const Matrix *m, int64_t row, void *out, int type) {
         CASE(INT4);
         CASE(Q8_0);
         CASE(Q4_0);
+        CASE(INT8);
     }
 #undef CASE
 }
@@ -173,6 +176,10 @@ typedef struct {
     __m256i high, low, less;
 } Bytes;
 
+typedef struct {
+    __m512i high, low, less;
+} Octets; /* 64 columns as they are */
+
 /* 64 columns, the first 8 of each 16, then the others: in this order codes become BF16. */
 typedef struct {
     __m512i half[2];
@@ -185,15 +192,21 @@ typedef struct {
     uint8_t table[2][128]; /* low bytes, high bytes; without sign */
 } Head;
 
-enum { NIBBLES = 128, FLOATS = 64 }; /* columns that are taken together */
+enum { NIBBLES = 128, OCTETS = 64, FLOATS = 64 }; /* columns that are taken together */
 
-static int32_t offset_of(int64_t kind) { return kind == E2M1 ? 12 : kind == Q8_0 ? 128 : 8; }
+/* Rows follow each other in memory, but a row is short and two may be read side by side: what a processor foresees by
+itself is less than what memory delivers. */
+enum { AHEAD = 4096 };
+#define ASK(at) _mm_prefetch((at) + AHEAD, _MM_HINT_T0)
+
+static int32_t offset_of(int64_t kind) { return kind == E2M1 ? 12 : kind == Q8_0 || kind == INT8 ? 128 : 8; }
 
 int64_t ready_bytes(const Matrix *m) {
     switch (m->kind) {
         case E4M3: return sizeof(Head) + (m->columns + FLOATS - 1) / FLOATS * sizeof(Floats);
         case Q8_0:
         case Q4_0: return sizeof(Head) + m->columns / Q_RUN * sizeof(Bytes);
+        case INT8: return sizeof(Head) + (m->columns + OCTETS - 1) / OCTETS * sizeof(Octets);
         case E2M1:
         case INT4: return sizeof(Head) + (m->columns + NIBBLES - 1) / NIBBLES * sizeof(Nibbles);
         default: return 0;
@@ -222,6 +235,7 @@ static void to_fixed(const Matrix *m, const void *x, int type, Head *head) {
     const float scale = largest > 0 ? 32512 / largest : 0;
     const __m512i offset = _mm512_set1_epi32(-offset_of(m->kind)), ones = _mm512_set1_epi8(1);
     Nibbles *nibbles = (Nibbles *)(head + 1);
+    Octets *octets = (Octets *)(head + 1);
     Bytes *bytes = (Bytes *)(head + 1);
     for (int64_t start = 0; start < columns; start += NIBBLES) {
         __m512i high[2], low[2], less[2]; /* in the order of the columns */
@@ -232,8 +246,8 @@ static void to_fixed(const Matrix *m, const void *x, int type, Head *head) {
             _mm_storeu_si128((__m128i *)((char *)low + i), _mm512_cvtepi32_epi8(below));
             _mm_storeu_si128((__m128i *)((char *)high + i), _mm512_cvtepi32_epi8(above));
         }
-        const int runs = m->kind == Q8_0 || m->kind == Q4_0;
-        if (!runs) {
+        const int runs = m->kind == Q8_0 || m->kind == Q4_0, whole = m->kind == INT8;
+        if (!runs && !whole) {
             apart(high);
             apart(low);
         }
@@ -247,6 +261,11 @@ static void to_fixed(const Matrix *m, const void *x, int type, Head *head) {
                 memcpy(&bytes->high, (char *)high + i, Q_RUN);
                 memcpy(&bytes->low, (char *)low + i, Q_RUN);
                 memcpy(&bytes->less, (char *)less + i, Q_RUN);
+            }
+        } else if (whole) {
+            for (int i = 0; i < 2 && start + i * OCTETS < columns; i++) {
+                const Octets made = {high[i], low[i], less[i]};
+                memcpy(octets++, &made, sizeof made);
             }
         } else {
             const Nibbles made = {{high[0], high[1]}, {low[0], low[1]}, _mm512_add_epi32(less[0], less[1])};
@@ -312,6 +331,7 @@ INLINE void dots_of_nibbles(const Matrix *m, int64_t row, const void *const *x, 
         vec by[MOST_ROWS];
         for (int r = 0; r < R; r++) {
             const __m512i bytes = _mm512_maskz_loadu_epi8(mask, codes[r] + start / 2);
+            ASK(codes[r] + start / 2);
             even[r] = _mm512_and_si512(bytes, nibble);
             odd[r] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
             if (kind == E2M1) {
@@ -351,6 +371,7 @@ INLINE void dots_of_runs(const Matrix *m, int64_t row, const void *const *x, flo
         __m256 by[MOST_ROWS];
         for (int r = 0; r < R; r++) {
             const char *block = codes[r] + i * size;
+            if (i % 2 == 0 || kind == Q8_0) ASK(block);
             if (kind == Q8_0) {
                 unsigned_codes[r] = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(block + 2)), sign);
             } else {
@@ -376,6 +397,46 @@ INLINE void dots_of_runs(const Matrix *m, int64_t row, const void *const *x, flo
             out[t * stride + r] = sum(_mm512_zextps256_ps512(acc[r][t])) * ((const Head *)x[t])->step;
 }
 
+INLINE void dots_of_octets(const Matrix *m, int64_t row, const void *const *x, float *out, int64_t stride, const int R,
+                           const int T) {
+    float scales[MOST_ROWS][MOST_SCALES + LANES];
+    const char *codes[MOST_ROWS];
+    for (int r = 0; r < R; r++) {
+        scales_at(m, row + r, scales[r]);
+        codes[r] = m->codes + (row + r) * m->columns;
+    }
+    const __m512i sign = _mm512_set1_epi8((char)0x80), zero = _mm512_setzero_si512();
+    const __m512i index = lanes_of(m, OCTETS, 4);
+    const int64_t columns = m->columns, wide = m->scales ? m->wide : columns;
+    vec acc[MOST_ROWS][MOST_TOKENS];
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) acc[r][t] = (vec){};
+    for (int64_t start = 0; start < columns; start += OCTETS) {
+        const __mmask64 mask = _bzhi_u64(~0ull, columns - start < OCTETS ? columns - start : OCTETS);
+        const int64_t scale = wide >= columns ? 0 : wide >= OCTETS ? start / wide : start / OCTETS * (OCTETS / wide);
+        __m512i unsigned_codes[MOST_ROWS];
+        vec by[MOST_ROWS];
+        for (int r = 0; r < R; r++) {
+            unsigned_codes[r] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, codes[r] + start), sign);
+            ASK(codes[r] + start);
+            by[r] = _mm512_permutexvar_ps(index, _mm512_loadu_ps(scales[r] + scale));
+        }
+        for (int t = 0; t < T; t++) {
+            const Octets *q = (const Octets *)((const Head *)x[t] + 1) + start / OCTETS;
+            const __m512i high = _mm512_loadu_si512(&q->high), low = _mm512_loadu_si512(&q->low);
+            const __m512i less = _mm512_loadu_si512(&q->less);
+            for (int r = 0; r < R; r++) {
+                const __m512i above = _mm512_dpbusd_epi32(zero, unsigned_codes[r], high);
+                const __m512i all = _mm512_add_epi32(_mm512_dpbusd_epi32(less, unsigned_codes[r], low),
+                                                     _mm512_slli_epi32(above, 8));
+                acc[r][t] += by[r] * (vec)_mm512_cvtepi32_ps(all);
+            }
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) out[t * stride + r] = sum(acc[r][t]) * ((const Head *)x[t])->step;
+}
+
 INLINE void dots_of_floats(const Matrix *m, int64_t row, const void *const *x, float *out, int64_t stride, const int R,
                            const int T) {
     float scales[MOST_ROWS][MOST_SCALES + LANES];
@@ -395,6 +456,7 @@ INLINE void dots_of_floats(const Matrix *m, int64_t row, const void *const *x, f
         vec by[MOST_ROWS];
         for (int r = 0; r < R; r++) {
             const __m512i bytes = _mm512_maskz_loadu_epi8(mask, m->codes + (row + r) * columns + start);
+            ASK(m->codes + (row + r) * columns + start);
             const __m512i below = _mm512_permutex2var_epi8(low[0], bytes, low[1]);
             __m512i above = _mm512_permutex2var_epi8(high[0], bytes, high[1]); /* the sign does not select */
             above = _mm512_ternarylogic_epi64(above, bytes, sign, 0xf8);       /* above | (bytes & sign) */
@@ -424,6 +486,7 @@ INLINE void dots_as(const Matrix *m, int64_t row, const void *const *x, float *o
         case Q4_0: dots_of_runs(m, row, x, out, stride, R, T, Q4_0); break;
         case E2M1: dots_of_nibbles(m, row, x, out, stride, R, T, E2M1); break;
         case INT4: dots_of_nibbles(m, row, x, out, stride, R, T, INT4); break;
+        case INT8: dots_of_octets(m, row, x, out, stride, R, T); break;
     }
 }
 

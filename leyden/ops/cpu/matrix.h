@@ -11,9 +11,10 @@ PLAIN   floats of the matrix's type
 E4M3    8-bit floats
 E2M1    4-bit floats, the even column in the low half of a byte
 INT4    q + 8 in 4 bits, the even column in the low half of a byte
+INT8    signed bytes
 Q8_0    GGUF: an F16 scale and 32 signed bytes, 34 bytes together
 Q4_0    GGUF: an F16 scale and 32 times q + 8, columns 0 to 15 in the low halves of 16 bytes, 16 to 31 in the high ones */
-enum { PLAIN, E4M3, E2M1, INT4, Q8_0, Q4_0 };
+enum { PLAIN, E4M3, E2M1, INT4, Q8_0, Q4_0, INT8 };
 
 /* Types of scales besides F32, BF16 and F16: E4M3, and E8M0, a power of two. */
 enum { SCALE_E4M3 = 3, SCALE_E8M0 = 4 };

@@ -10,16 +10,28 @@ from leyden.formats import Dense, Weight
 from leyden.formats.fp8 import FP8, MXFP8, RUN, SIDE, FP8Block, FP8Channel
 from leyden.formats.gguf import Blocks
 from leyden.formats.int4 import Int4
+from leyden.formats.int8 import Int8
 from leyden.formats.nvfp4 import BLOCK, NVFP4
 from leyden.ops.cpu.program import Kernel, Step, constant, empty, has_rows, types
 
 MATRIX = "ttt" + "iiiiiii"  # the fields of a Matrix in a kernel's layout
-FORMATS = ["dense", "fp8", "fp8_channel", "fp8_block", "mxfp8", "nvfp4", "int4", "q8_0", "q4_0"]  # by their names
+FORMATS = [
+    "dense",
+    "fp8",
+    "fp8_channel",
+    "fp8_block",
+    "mxfp8",
+    "nvfp4",
+    "int4",
+    "int8",
+    "q8_0",
+    "q4_0",
+]  # by their names
 
 _WIDEN = Kernel("widen", "ttiiii")
 _READY = Kernel("make_rows_ready", "tt" + MATRIX + "iii")
 
-_PLAIN, _E4M3, _E2M1, _INT4, _Q8_0, _Q4_0 = range(6)  # as in matrix.h
+_PLAIN, _E4M3, _E2M1, _INT4, _Q8_0, _Q4_0, _INT8 = range(7)  # as in matrix.h
 _SCALE_E4M3, _SCALE_E8M0 = 3, 4
 _MOST_SCALES = 2048
 _READY_SIZES = {
@@ -28,6 +40,7 @@ _READY_SIZES = {
     _INT4: (128, 320),
     _Q8_0: (32, 96),
     _Q4_0: (32, 96),
+    _INT8: (64, 192),
 }  # columns, bytes for them
 _PANEL = 24  # rows of codes that are unpacked together, as in product.h
 _has_dots = bool(constant("has_dots"))
@@ -82,6 +95,9 @@ def matrix(weight: Weight) -> Matrix | None:
         case Int4(symmetric=True):
             codes, scales, kind = parts["weight_packed"], parts["weight_scale"], _INT4
             wide = format.group or wide
+            scale_type = types.get(format.scale_dtype, -1)
+        case Int8():
+            kind, scales, wide = _INT8, parts["weight_scale"], format.group or wide
             scale_type = types.get(format.scale_dtype, -1)
         case FP8():
             kind, whole = _E4M3, parts["weight_scale"]

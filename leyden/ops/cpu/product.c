@@ -137,8 +137,9 @@ void product(const void *const *x, const void *const *ready, int64_t count, cons
         for (int64_t n = from; n < to; n += STRIP) {
             const int64_t end = n + STRIP < to ? n + STRIP : to;
             float out[MOST_TOKENS][STRIP];
-            for (int64_t row = n; row < end; row += MOST_ROWS)
-                dots(m, row, end - row < MOST_ROWS ? end - row : MOST_ROWS, ready, count, out[0] + row - n, STRIP);
+            const int64_t some = count <= 2 ? 1 : MOST_ROWS; /* few tokens wait for memory: one stream; many compute */
+            for (int64_t row = n; row < end; row += some)
+                dots(m, row, end - row < some ? end - row : some, ready, count, out[0] + row - n, STRIP);
             for (int64_t i = 0; i < count; i++) finish(context, i, n, out[i], end - n);
         }
     } else {

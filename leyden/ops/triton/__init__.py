@@ -1,9 +1,12 @@
 """The kernels for CUDA, in Triton: importing this module registers them."""
 
 from leyden import ops
-from leyden.ops.triton import attention, linear, moe, norm, sample, ssm
+from leyden.ops.triton import attention, linear, moe, norm, sample, ssm, table
 
 for _op, _kernel in (
+    (ops.begin, table.begin),
+    (ops.take, table.take),
+    (ops.put, table.put),
     (ops.embed, linear.embed),
     (ops.linear, linear.linear),
     (ops.mlp, linear.mlp),

@@ -110,30 +110,38 @@ def embed(tokens: Tensor, weight: Weight) -> Tensor:
 
 def linear(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """See ops.linear."""
-    out = _product(x, weight.dense(), square=False)
-    return out if dtype is None else out.to(dtype)
+    return _product(x, weight.dense(), square=False, dtype=dtype or x.dtype)
 
 
 def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
     """See ops.mlp."""
-    return _product(_product(x, up.dense(), square=True), down.dense(), square=False)
+    return _product(_product(x, up.dense(), True, x.dtype), down.dense(), False, x.dtype)
 
 
-def _product(x: Tensor, matrix: Tensor, square: bool) -> Tensor:
+def _product(x: Tensor, matrix: Tensor, square: bool, dtype: torch.dtype) -> Tensor:
     rows = x.flatten(0, -2)
     count, size = len(rows), matrix.shape[0]
     if count == 0 or count > NARROW_ROWS or rows.stride(1) != 1 or not matrix.is_contiguous():
-        out = F.linear(x, matrix)
+        if dtype == x.dtype or not x.is_cuda:
+            out = F.linear(x, matrix).to(dtype)
+        else:
+            out = torch.mm(rows, matrix.t(), out_dtype=dtype).view(*x.shape[:-1], size)
         return F.relu(out).square_() if square else out
-    made = vector(rows, matrix, square) if count == 1 else narrow(rows, matrix, square)
+    made = vector(rows, matrix, square, dtype) if count == 1 else narrow(rows, matrix, square, dtype)
     return made.view(*x.shape[:-1], size)
 
 
-def vector(x: Tensor, matrix: Tensor, square: bool = False, shape: tuple[int, int, int] = (4, 1024, 4)) -> Tensor:
+def vector(
+    x: Tensor,
+    matrix: Tensor,
+    square: bool = False,
+    dtype: torch.dtype | None = None,
+    shape: tuple[int, int, int] = (4, 1024, 4),
+) -> Tensor:
     """x [1, K] @ matrix [N, K]^T, then relu^2 if `square`; shape: rows and columns of a tile, warps."""
     size, k = matrix.shape
     block_n, block_k, warps = shape
-    out = torch.empty(1, size, dtype=x.dtype, device=x.device)
+    out = torch.empty(1, size, dtype=dtype or x.dtype, device=x.device)
     _vector[(triton.cdiv(size, block_n),)](
         x, matrix, out, size, k, square, block_n, block_k, num_warps=warps, **OPTIONS
     )
@@ -141,14 +149,18 @@ def vector(x: Tensor, matrix: Tensor, square: bool = False, shape: tuple[int, in
 
 
 def narrow(
-    x: Tensor, matrix: Tensor, square: bool = False, shape: tuple[int, int, int, int, int] | None = None
+    x: Tensor,
+    matrix: Tensor,
+    square: bool = False,
+    dtype: torch.dtype | None = None,
+    shape: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
     """x [M <= 64, K] @ matrix [N, K]^T, then relu^2 if `square`; shape: tile, splits, stages, warps."""
     count, (size, k) = len(x), matrix.shape
     block_n, block_k, splits, stages, warps = shape or _narrow_shape(size, k)
     block_m = max(16, triton.next_power_of_2(count))
     tiles = triton.cdiv(size, block_n)
-    out = torch.empty(count, size, dtype=x.dtype, device=x.device)
+    out = torch.empty(count, size, dtype=dtype or x.dtype, device=x.device)
     partial = torch.empty(splits, size, block_m, dtype=torch.float32, device=x.device) if splits > 1 else out
     _narrow[(tiles, splits)](
         x, matrix, out, partial, counters(x.device, tiles), count, size, x.stride(0),

@@ -477,6 +477,7 @@ def _mixed(
         return x.new_empty(0, down.shape[1])
     if x.stride(1) != 1:
         x = x.contiguous()
+    ids, weights = ids.contiguous(), weights.contiguous()
     if count == 1:
         return one_row(x, ids, weights, up, down, shared_up, shared_down)
     if count <= DENSE_ROWS:

@@ -11,6 +11,7 @@ from leyden.formats import Format, Weight
 from leyden.formats.fp8 import FP8, MXFP8, FP8Block, FP8Channel
 from leyden.formats.gguf import Blocks
 from leyden.formats.int4 import Int4
+from leyden.formats.int8 import Int8
 from leyden.formats.nvfp4 import NVFP4
 from leyden.ops.cpu.program import available
 
@@ -26,6 +27,9 @@ FORMATS: dict[str, Format] = {
     "int4 of 32": Int4(group=32),
     "int4 of 64 in fp16": Int4(group=64, scale_dtype=torch.float16),
     "int4 of rows": Int4(group=None, scale_dtype=torch.float32),
+    "int8 of 64": Int8(64, torch.float32),
+    "int8 of 32": Int8(32),
+    "int8 of rows": Int8(),
     "fp8": FP8(),
     "fp8 channel": FP8Channel(),
     "fp8 block": FP8Block(),

@@ -268,6 +268,45 @@ def test_mamba_step(draw, dtype: torch.dtype) -> None:
         batch.past += 1
 
 
+@pytest.mark.parametrize("dtype", WEIGHTS, ids=str)
+@pytest.mark.parametrize("kept", DTYPES, ids=str)
+@pytest.mark.parametrize("lens", [[1, 1, 1], [8, 2, 5], [3, 13, 16]], ids=str)
+@pytest.mark.parametrize(("heads", "groups", "dim", "n"), [(6, 2, 8, 12), (4, 1, 40, 16), (2, 2, 17, 128)])
+@pytest.mark.parametrize("limit", [NO_LIMIT, (0.1, 0.7)], ids=str)
+def test_rows_of_guesses(draw, heads, groups, dim, n, lens, kept, dtype, limit) -> None:
+    """What they give, what is left of them in the ring, and the states after some of them were right."""
+    inner, channels, tokens = heads * dim, heads * dim + 2 * groups * n, sum(lens)
+    parameters = (
+        draw(channels, 4).to(dtype), draw(channels).to(dtype), draw(heads), draw(heads), draw(heads), limit,
+    )  # fmt: skip
+    projected, norm = among_nan(draw(tokens, inner + channels + heads).to(dtype)), draw(inner).to(dtype)
+    conv, ssm = (
+        states(draw, 6, [1, 2, 4], 3, channels, dtype=dtype),
+        states(draw, 6, [1, 2, 4], heads, dim, n, dtype=kept),
+    )
+    rings = [torch.full((6, 16, channels + heads), float("nan"), dtype=dtype) for _ in range(2)]
+    batch, before = rows([0, 5, 2], lens, [2, 1, 4]), (conv.clone(), ssm.clone())
+    shared = (projected, *parameters, norm, groups, 1e-5, conv, ssm)
+    found = ops.mamba_verify._kernels["cpu", "dense"](*shared, rings[0], batch)
+    with ops.using("reference"):
+        expected = ops.mamba_verify(*shared, rings[1], batch)
+    close(found, expected, scale=3)
+    torch.testing.assert_close(*rings, rtol=0, atol=0, equal_nan=True)
+    for state, same in zip((conv, ssm), before, strict=True):
+        torch.testing.assert_close(state, same, rtol=0, atol=0, equal_nan=True)
+
+    slots, past = batch.slots, batch.past
+    for counts in ([0, 0, 0], [1, lens[1], 0], [lens[0], 1, lens[2]]):
+        copies = [(conv.clone(), ssm.clone()) for _ in range(2)]
+        taken = (slots, past, torch.tensor(counts).int())
+        ops.mamba_replay._kernels["cpu", "dense"](*parameters, groups, *copies[0], rings[0], *taken)
+        with ops.using("reference"):
+            ops.mamba_replay(*parameters, groups, *copies[1], rings[0], *taken)
+        for one, other in zip(*copies, strict=True):
+            assert torch.equal(one.isnan(), other.isnan())
+            close(one.nan_to_num(), other.nan_to_num(), scale=3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kept", DTYPES, ids=str)
 @pytest.mark.parametrize("lens", [[1, 1, 1, 1], [3, 1, 17, 40]], ids=str)

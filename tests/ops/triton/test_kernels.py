@@ -68,11 +68,15 @@ def test_products(draw, count: int, square: bool):
     wanted = reference_linear.linear(x, weight(up))
     wanted = wanted.relu().square() if square else wanted
     if count == 1:
-        close(linear.vector(x, up, square, (4, 32, 1)), wanted)
+        close(linear.vector(x, up, square, shape=(4, 32, 1)), wanted)
     else:
         for splits in (1, 3):
-            close(linear.narrow(x, up, square, (16, 16, splits, 2, 4)), wanted)
+            close(linear.narrow(x, up, square, shape=(16, 16, splits, 2, 4)), wanted)
     close(linear.linear(x, weight(up)), reference_linear.linear(x, weight(up)))
+    halves = x.half(), weight(up.half())
+    logits = linear.linear(*halves, torch.float32)
+    assert logits.dtype == torch.float32
+    close(logits, reference_linear.linear(*halves).float(), atol=2e-3)
     close(linear.mlp(x, weight(up), weight(down)), reference_linear.mlp(x, weight(up), weight(down)), atol=1e-4)
 
 
@@ -100,7 +104,7 @@ def test_experts(draw, count: int, device: str):
     k, inner, total, shared = 40, 24, 6, 56
     x, up, down = draw(count, k), draw(total, inner, k, scale=0.2), draw(total, k, inner, scale=0.2)
     shared_up, shared_down = draw(shared, k, scale=0.2), draw(k, shared, scale=0.2)
-    ids = torch.stack([torch.randperm(total)[:3] for _ in range(count)]).to(device)
+    ids = torch.stack([torch.randperm(total) for _ in range(count)]).to(device)[:, :3]  # as a sort leaves them
     weights = draw(count, 3).abs()
     wanted = reference_moe.experts(x, ids, weights, weight(up), weight(down))
     close(moe.experts(x, ids, weights, weight(up), weight(down)), wanted, atol=1e-4)
@@ -118,8 +122,47 @@ def test_experts_that_nobody_chose_cost_nothing(draw, device: str):
         assert moe.experts(x[:count], ids[:count], draw(count, 2), weight(up), weight(down)).isfinite().all()
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("heads", "groups", "dim", "n"), [(6, 2, 8, 12), (4, 1, 32, 16)])
-def test_mamba_step(draw, device: str, heads: int, groups: int, dim: int, n: int):
+def test_mamba_step(draw, device: str, heads: int, groups: int, dim: int, n: int, fused: bool):
+    arguments, conv, ssm_state, batch = step_inputs(draw, device, heads, groups, dim, n)
+    states = [(conv.clone(), ssm_state.clone()) for _ in range(2)]
+    for _ in range(2):  # the second step reads what the first one wrote
+        wanted = reference_mamba.mamba_step(*arguments, *states[0], batch)
+        got = ssm.mamba_step(*arguments, *states[1], batch, (16, 4, fused))
+        close(got, wanted, atol=1e-4)
+        close(states[1][0], states[0][0])
+        close(states[1][1], states[0][1])
+        batch.past += 1
+
+
+def test_states_of_16_bits_are_rounded_at_random(draw, device: str):
+    arguments, conv, exact, batch = step_inputs(draw, device, 4, 1, 32, 16)
+    batch.past += 1
+    exact[1, 0, 0, :2] = torch.tensor([1e6, -1e6])  # has to stay finite
+    rounded = exact.half().clamp(-65504, 65504)
+    exact = rounded.float()
+    before = rounded.clone()
+    wanted = ssm.mamba_step(*arguments, conv.clone(), exact, batch)
+    got = ssm.mamba_step(*arguments, conv.clone(), rounded, batch)
+    close(got, wanted)  # the step itself sees nothing of the rounding
+    assert rounded.isfinite().all() and torch.equal(rounded[0], before[0])
+    normal = exact.abs() > 2**-14
+    normal[0], normal[4] = False, False  # slots that no row has
+    last = 2.0 ** (exact.abs().clamp(2**-14, 65504).log2().floor() - 10)  # value of the last bit
+    off = ((rounded.float() - exact.clamp(-65504, 65504)) / last)[normal]
+    assert off.abs().max() < 1 and off.abs().max() > 0.8
+    assert abs(float(off.mean())) < 0.03  # 6,000 errors, uniform over one bit if they were independent
+    again = before.clone()
+    ssm.mamba_step(*arguments, conv.clone(), again, batch)
+    assert torch.equal(again, rounded)
+    batch.past += 1
+    other = before.clone()
+    ssm.mamba_step(*arguments, conv.clone(), other, batch)
+    assert (other != rounded)[1:4].float().mean() > 0.25
+
+
+def step_inputs(draw, device: str, heads: int, groups: int, dim: int, n: int):
     inner, channels, count = heads * dim, heads * dim + 2 * groups * n, 3
     batch = rows(device, past=[0, 5, 2])
     conv, ssm_state = draw(5, 3, channels), draw(5, heads, dim, n)
@@ -127,14 +170,7 @@ def test_mamba_step(draw, device: str, heads: int, groups: int, dim: int, n: int
         draw(count, inner + channels + heads), draw(channels, 4), draw(channels), draw(heads), draw(heads),
         draw(heads, scale=5.0), (1e-3, float("inf")), draw(inner), groups, 1e-5,
     )  # fmt: skip
-    states = [(conv.clone(), ssm_state.clone()) for _ in range(2)]
-    for _ in range(2):  # the second step reads what the first one wrote
-        wanted = reference_mamba.mamba_step(*arguments, *states[0], batch)
-        got = ssm.mamba_step(*arguments, *states[1], batch)
-        close(got, wanted, atol=1e-4)
-        close(states[1][0], states[0][0])
-        close(states[1][1], states[0][1])
-        batch.past += 1
+    return arguments, conv, ssm_state, batch
 
 
 @pytest.mark.parametrize("lens", [None, [3, 1, 17, 9]])

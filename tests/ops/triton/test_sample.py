@@ -32,8 +32,8 @@ def test_tokens(device: str, temperature: float, top_k: int, top_p: float, min_p
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(7, 1.0), (0, 0.6), (30, 0.7)])
 def test_ties_go_to_the_lower_id(device: str, top_k: int, top_p: float, monkeypatch):
-    monkeypatch.setattr(sample, "_TILE", 64)  # ties in many tiles
-    logits = (torch.randn(6, 300, generator=torch.Generator().manual_seed(2)) * 1.5).round()
+    monkeypatch.setattr(sample, "_tile", lambda count, vocabulary: 64)  # ties in many tiles
+    logits = (torch.randn(3, 260, generator=torch.Generator().manual_seed(2)) * 1.5).round()
     check(device, logits, 1.0, top_k, top_p, 0.0)
 
 
@@ -45,6 +45,18 @@ def test_masked_tokens_are_never_taken(device: str):
 
 
 def test_a_slow_search_is_finished_by_one_program(device: str, monkeypatch):
-    monkeypatch.setattr(sample, "_PASSES", 1)
+    monkeypatch.setattr(sample, "_TURNS", 1)
     logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(3))
     check(device, logits, 1.0, 40, 0.9, 0.0)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.05), (5, 0.3), (400, 0.2)])
+def test_what_is_left_of_a_flat_distribution(device: str, top_k: int, top_p: float):
+    """Most first picks are not kept here; the columns are those of a table, as the engine's are."""
+    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(4), dtype=torch.float32).to(device) * 0.1
+    floats = torch.tensor([[1.0, top_p, 0.0, 0.0]] * 4, device=device)
+    ints = torch.tensor([[top_k, seed] for seed in range(4)], device=device)
+    arguments = (logits, floats[:, 0], ints[:, 0], floats[:, 1], floats[:, 2], ints[:, 1])
+    for position in range(3):
+        at = torch.full((4,), position, device=device)
+        assert sample.sample(*arguments, at).tolist() == reference.sample(*arguments, at).tolist()

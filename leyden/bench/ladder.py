@@ -1,0 +1,178 @@
+"""How fast the engine decodes and reads prompts, over a grid of batch sizes and contexts, and how far from the floor.
+
+The floor of a decode step is what it must read, weights and states, at the speed at which memory delivers just then:
+that is probed around every measurement, for on shared machines it moves by a factor. Without a model, random weights in
+the proportions of a release are measured (leyden.bench.middling), about 1.6 billion of them.
+"""
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from leyden import ops
+from leyden.bench import middling
+from leyden.config.engine import EngineConfig
+from leyden.config.folder import resolve
+from leyden.engine.engine import Engine
+from leyden.errors import ConfigError
+from leyden.model.nemotron import Nemotron
+from leyden.ops.cpu import program
+from leyden.types import Request, SamplingParams
+
+_STEPS = 24  # of decoding in one measurement
+
+
+@dataclass(slots=True)
+class Cell:
+    """One place of the grid; medians over the repeats."""
+
+    batch: int
+    context: int
+    tokens_per_s: float
+    floor_share: float | None  # None: the floor of this device is not known here
+    bandwidth: float | None  # bytes/s
+
+
+def floor_bytes(model: Nemotron, engine: Engine, batch: int, context: int) -> float:
+    """What one decode step must read and write: weights once, as many experts as `batch` tokens that choose on their
+    own come upon, the states of every sequence twice, its keys and values once."""
+    config, pool = model.config, engine.runner.pool
+    experts = config.n_routed_experts
+    chosen = 1 - (1 - config.num_experts_per_tok / experts) ** batch if experts else 0
+    read = 0.0
+    for name, parameter in model.named_parameters():
+        if name.startswith(("backbone.embeddings", "mtp.")) and model.lm_head is not model.backbone.embeddings:
+            continue
+        read += parameter.nbytes * (chosen if ".experts." in name else 1)
+    states = 2 * (pool.conv[:, 0].nbytes + pool.ssm[:, 0].nbytes)
+    keys = pool.kv[:, :, 0, 0].nbytes * context
+    return read + batch * (states + keys)
+
+
+class Ladder:
+    """An engine and the sequences that it is measured with."""
+
+    def __init__(self, folder: Path, quantization: str | None, load_format: str, batches: list[int], most: int):
+        started = time.monotonic()
+        self.engine = Engine.load(
+            EngineConfig(
+                model=str(folder),
+                load_format=load_format,
+                quantization=quantization,
+                max_num_seqs=max(batches),
+                max_model_len=most + _STEPS + 16,
+                kv_cache_memory_bytes=4 * 2**30,
+                device="cpu",
+            )
+        )
+        self.model = self.engine.runner.model
+        self._count = 0
+        self._random = torch.Generator().manual_seed(0)
+        self.generate(1, 16)
+        self.load_s = time.monotonic() - started
+        self.probe = None
+        if program.available and not ops.forced():
+            from leyden.ops.cpu.probe import Probe
+
+            self.probe = Probe()
+
+    def generate(self, batch: int, context: int, steps: int = 1) -> tuple[float, list[float]]:
+        """(seconds until every sequence has its first token, seconds of each decode step after that)"""
+        vocabulary = self.model.config.vocab_size
+        prompts = torch.randint(0, vocabulary, (batch, context), generator=self._random).tolist()
+        for prompt in prompts:
+            self._count += 1
+            params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
+            self.engine.submit(Request(id=str(self._count), prompt=prompt, params=params))
+        waiting, started = {str(self._count - i) for i in range(batch)}, time.perf_counter()
+        while waiting:
+            waiting -= {delta.request_id for delta in self.engine.step() if delta.token_ids}
+        first, seconds = time.perf_counter() - started, []
+        for _ in range(steps if steps > 1 else 0):
+            began = time.perf_counter()
+            self.engine.step()
+            seconds.append(time.perf_counter() - began)
+        while self.engine.busy:
+            self.engine.step()
+        return first, seconds
+
+    def decode(self, batch: int, context: int, repeats: int) -> Cell:
+        rates, shares, speeds = [], [], []
+        floor = floor_bytes(self.model, self.engine, batch, context)
+        for _ in range(repeats):
+            before = self.probe.bandwidth() if self.probe else None
+            _, seconds = self.generate(batch, context, _STEPS)
+            step = median(seconds)
+            rates.append(batch / step)
+            if self.probe and before:
+                speed = (before + self.probe.bandwidth()) / 2
+                speeds.append(speed)
+                shares.append(floor / speed / step)
+        middle = (median(shares), median(speeds)) if shares else (None, None)
+        return Cell(batch, context, median(rates), *middle)
+
+    def prefill(self, tokens: int, repeats: int) -> float:
+        """Tokens of a prompt read per second, its first token sampled."""
+        return median(tokens / self.generate(1, tokens)[0] for _ in range(repeats))
+
+
+def main(argv: Sequence[str]) -> int:
+    """`leyden bench ladder`: print the grid."""
+    parser = argparse.ArgumentParser("leyden bench ladder", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("model", nargs="?", help="folder of a checkpoint (default: random weights, 1.6 billion)")
+    parser.add_argument("--device", default="cpu", choices=["cpu"], help="where to measure")
+    parser.add_argument("--quantization", help="int8, int4, nvfp4 or fp8: quantise while loading")
+    parser.add_argument("--batches", default="1,8", help="sequences side by side (default 1,8)")
+    parser.add_argument("--contexts", default="128,2048", help="tokens before the measurement (default 128,2048)")
+    parser.add_argument("--prefill", default="512,2048", help="tokens of prompts to be read (default 512,2048)")
+    parser.add_argument("--repeats", type=int, default=3, help="of each measurement; medians count (default 3)")
+    parser.add_argument("--threads", type=int, help="default: as torch chooses, which OMP_NUM_THREADS changes")
+    parser.add_argument("--reference", action="store_true", help="run the reference ops instead of the kernels")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    given = parser.parse_args(argv)
+    batches, contexts, prefill = (_numbers(given, name) for name in ("batches", "contexts", "prefill"))
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    with tempfile.TemporaryDirectory() as made, ops.using("reference") if given.reference else nullcontext():
+        folder = resolve(given.model) if given.model else middling.describe(Path(made))
+        load_format = "auto" if given.model else "dummy"
+        ladder = Ladder(folder, given.quantization, load_format, batches, max(contexts + prefill))
+        cells = [ladder.decode(batch, context, given.repeats) for context in contexts for batch in batches]
+        reading = {tokens: ladder.prefill(tokens, given.repeats) for tokens in prefill}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    probe = ladder.probe.bytes if ladder.probe else 0
+    if given.json:
+        found = {"decode": [asdict(cell) for cell in cells], "prefill": reading}
+        print(json.dumps(found | {"peak": peak, "probe": probe, "load": ladder.load_s}))
+        return 0
+    print(f"{'batch':>6} {'context':>8} {'tokens/s':>9} {'of the floor':>13} {'GB/s then':>10}")
+    for cell in cells:
+        share = "" if cell.floor_share is None else f"{cell.floor_share:.0%}"
+        speed = "" if cell.bandwidth is None else f"{cell.bandwidth / 1e9:.1f}"
+        print(f"{cell.batch:>6} {cell.context:>8} {cell.tokens_per_s:>9.1f} {share:>13} {speed:>10}")
+    for tokens, rate in reading.items():
+        print(f"prompt of {tokens}: {rate:.0f} tokens/s")
+    print(f"loaded in {ladder.load_s:.1f} s, {(peak - probe) / 2**30:.2f} GiB at most")
+    return 0
+
+
+def _numbers(given: argparse.Namespace, name: str) -> list[int]:
+    try:
+        return [int(word) for word in getattr(given, name).split(",") if word]
+    except ValueError:
+        raise ConfigError(f"--{name}: expected whole numbers with commas, got {getattr(given, name)!r}") from None
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,207 @@
+"""The same weights through other engines, one after the other and again: decoding, prompts, memory, start.
+
+Measured are transformers, where it is installed, and llama.cpp, given the folder of its programs and a GGUF file. Every
+measurement is a process of its own, and the engines take turns, so that whatever else the machine does hits all of
+them. Medians count, and the ratios of this engine to each other one.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+from leyden.errors import ConfigError
+
+_STEPS = 24  # of decoding in one measurement, as in leyden.bench.ladder
+
+Figures = dict[str, float]  # what was measured -> tokens/s, seconds or bytes
+
+
+def _ours(given: argparse.Namespace) -> Figures:
+    command = [sys.executable, "-m", "leyden.bench.ladder", given.model, "--json", "--repeats", "1"]
+    for name in ("batches", "contexts", "prefill", "threads"):
+        command += [f"--{name}", str(getattr(given, name))]
+    if given.quantization:
+        command += ["--quantization", given.quantization]
+    said, peak, _ = _child(command)
+    made = json.loads(said.splitlines()[-1])
+    figures = {_decoding(cell["batch"], cell["context"]): cell["tokens_per_s"] for cell in made["decode"]}
+    figures |= {_reading(tokens): rate for tokens, rate in made["prefill"].items()}
+    return figures | {"load, s": made["load"], "peak, GiB": (peak - made["probe"]) / 2**30}
+
+
+def _transformers(given: argparse.Namespace) -> Figures:
+    command = [sys.executable, "-m", "leyden.bench.peers", given.model, "--measure-transformers"]
+    for name in ("batches", "contexts", "prefill", "threads"):
+        command += [f"--{name}", str(getattr(given, name))]
+    said, peak, _ = _child(command)
+    figures: Figures = json.loads(said.splitlines()[-1])
+    return figures | {"peak, GiB": peak / 2**30}
+
+
+def _llama(given: argparse.Namespace) -> Figures:
+    """By its own programs: llama-bench for one sequence, llama-batched-bench for several."""
+    programs, common = Path(given.llama), ["-m", given.gguf, "-t", str(given.threads)]
+    bench = [str(programs / "llama-bench"), *common, "-r", "1", "-o", "json"]
+    figures: Figures = {}
+    said, peak, seconds = _child([*bench, "-p", "0", "-n", "1", "--no-warmup"])
+    figures["load, s"] = seconds
+    if given.prefill:
+        said, _, _ = _child([*bench, "-p", given.prefill, "-n", "0"])
+        figures |= {_reading(run["n_prompt"]): run["avg_ts"] for run in json.loads(said)}
+    batches = [int(b) for b in given.batches.split(",")]
+    if 1 in batches:
+        said, more, _ = _child([*bench, "-p", "0", "-n", str(_STEPS), "-d", given.contexts])
+        figures |= {_decoding(1, run["n_depth"]): run["avg_ts"] for run in json.loads(said)}
+        peak = max(peak, more)
+    for context in [int(c) for c in given.contexts.split(",")]:
+        for batch in [b for b in batches if b > 1]:
+            size = ["-npp", str(context), "-ntg", str(_STEPS), "-npl", str(batch), "-c", str(batch * (context + 64))]
+            said, more, _ = _child([str(programs / "llama-batched-bench"), *common, *size, "--output-format", "jsonl"])
+            run = next(json.loads(line) for line in said.splitlines() if line.startswith("{"))
+            figures[_decoding(batch, context)] = run["speed_tg"]
+            peak = max(peak, more)
+    return figures | {"peak, GiB": peak / 2**30}
+
+
+def _child(command: list[str]) -> tuple[str, int, float]:
+    """(what it printed, its peak of resident bytes, seconds); ConfigError with its last words if it failed."""
+    started = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(command, stdout=out, stderr=errors)
+        _, status, used = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        errors.seek(0)
+        if child.returncode:
+            raise ConfigError(f"{' '.join(command[:4])} ... failed: {errors.read()[-500:].strip()}")
+        return out.read(), used.ru_maxrss * 1024, time.perf_counter() - started
+
+
+def _decoding(batch: int, context: int) -> str:
+    return f"decode, {batch} x {context}"
+
+
+def _reading(tokens: int | str) -> str:
+    return f"prompt, {tokens}"
+
+
+def measure_transformers(given: argparse.Namespace) -> Figures:
+    """In this process: transformers' own generation loop, spelled out so that steps can be timed."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(given.threads)
+    began = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16).eval()
+    random = torch.Generator().manual_seed(0)
+
+    def run(batch: int, context: int, steps: int) -> Iterator[float]:
+        """Seconds of the prompt, then of each step."""
+        tokens = torch.randint(0, model.config.vocab_size, (batch, context), generator=random)
+        cache = None
+        for _ in range(1 + steps):
+            started = time.perf_counter()
+            made = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, tokens = made.past_key_values, made.logits[:, -1:].argmax(-1)
+            yield time.perf_counter() - started
+
+    figures: Figures = {}
+    with torch.inference_mode():
+        list(run(1, 16, 1))
+        figures["load, s"] = time.perf_counter() - began
+        for context in [int(c) for c in given.contexts.split(",")]:
+            for batch in [int(b) for b in given.batches.split(",")]:
+                figures[_decoding(batch, context)] = batch / median(list(run(batch, context, _STEPS))[1:])
+        for tokens in [int(p) for p in given.prefill.split(",") if p]:
+            figures[_reading(tokens)] = tokens / next(run(1, tokens, 0))
+    return figures
+
+
+def main(argv: Sequence[str]) -> int:
+    """`leyden bench peers`: print the table, and draw it."""
+    parser = argparse.ArgumentParser("leyden bench peers", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("model", help="folder of a checkpoint")
+    parser.add_argument("--llama", metavar="DIR", help="folder with llama-bench and llama-batched-bench")
+    parser.add_argument("--gguf", metavar="FILE", help="the same weights for llama.cpp")
+    parser.add_argument("--no-transformers", action="store_true", help="leave transformers out")
+    parser.add_argument("--quantization", help="int8, int4, nvfp4 or fp8, of this engine alone")
+    parser.add_argument("--batches", default="1,8", help="sequences side by side (default 1,8)")
+    parser.add_argument("--contexts", default="128,2048", help="tokens before decoding (default 128,2048)")
+    parser.add_argument("--prefill", default="512,2048", help="tokens of prompts (default 512,2048)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every engine (default: all)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of every engine (default 3)")
+    parser.add_argument("--chart", metavar="FILE", help="draw the figures into a .png or .svg")
+    parser.add_argument("--json", metavar="FILE", help="keep every figure of every turn")
+    parser.add_argument("--measure-transformers", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    if given.measure_transformers:
+        print(json.dumps(measure_transformers(given)))
+        return 0
+    if bool(given.llama) != bool(given.gguf):
+        raise ConfigError("llama.cpp needs both --llama (its programs) and --gguf (the weights)")
+    engines: dict[str, Callable[[argparse.Namespace], Figures]] = {"leyden": _ours}
+    if given.llama:
+        engines["llama.cpp"] = _llama
+    if not given.no_transformers and importlib.util.find_spec("transformers"):
+        engines["transformers"] = _transformers
+    turns: dict[str, list[Figures]] = defaultdict(list)
+    for turn in range(given.repeats):
+        for name, measure in engines.items():
+            print(f"turn {turn + 1} of {given.repeats}: {name}", file=sys.stderr)
+            turns[name].append(measure(given))
+    figures = {name: _medians(made) for name, made in turns.items()}
+    print(table(figures))
+    if given.json:
+        Path(given.json).write_text(json.dumps(turns, indent=2) + "\n", encoding="utf-8")
+    if given.chart:
+        draw(figures, Path(given.chart))
+    return 0
+
+
+def _medians(turns: list[Figures]) -> Figures:
+    return {what: median(turn[what] for turn in turns if what in turn) for what in turns[0]}
+
+
+def table(figures: dict[str, Figures]) -> str:
+    """What was measured, one engine a column, and beside every other engine how many times of it the first one does."""
+    (first, ours), *others = figures.items()
+    head = f"{'':<18}{first:>12}" + "".join(f"{name:>14}{'':>8}" for name, _ in others)
+    lines = [head]
+    for what, value in ours.items():
+        line = f"{what:<18}{value:>12.4g}"
+        for _, theirs in others:
+            other = theirs.get(what)
+            line += f"{'':>22}" if other is None else f"{other:>14.4g}{f'x {value / other:.2f}':>8}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def draw(figures: dict[str, Figures], file: Path) -> None:
+    """Bars of tokens per second, one group for each measurement."""
+    from matplotlib.figure import Figure
+
+    measured = [what for what in next(iter(figures.values())) if what.startswith(("decode", "prompt"))]
+    chart = Figure(figsize=(1.6 * len(measured) + 2, 4), layout="constrained")
+    axes = chart.subplots()
+    width = 0.8 / len(figures)
+    for i, (name, values) in enumerate(figures.items()):
+        places = [at + (i - (len(figures) - 1) / 2) * width for at in range(len(measured))]
+        bars = axes.bar(places, [values.get(what, 0) for what in measured], width, label=name)
+        axes.bar_label(bars, fmt="%.0f", fontsize=7)
+    axes.set_xticks(range(len(measured)), measured)
+    axes.set_ylabel("tokens/s")
+    axes.legend()
+    chart.savefig(file)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from leyden.bench import ladder, middling, peers
+from leyden.config.model import ModelConfig
+from leyden.errors import ConfigError
+from leyden.model.checkpoint import build
+from leyden.testing.checkpoints import tiny
+
+
+def test_the_grid_of_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny(tmp_path)
+    sizes = ["--batches", "1,3", "--contexts", "20", "--prefill", "33", "--repeats", "1", "--threads", "1"]
+    assert ladder.main([str(tmp_path), *sizes, "--json", "--quantization", "int8"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(cell["batch"], cell["context"]) for cell in found["decode"]] == [(1, 20), (3, 20)]
+    assert all(cell["tokens_per_s"] > 0 for cell in found["decode"]) and found["prefill"]["33"] > 0
+    assert ladder.main([str(tmp_path), *sizes, "--reference"]) == 0
+    assert "prompt of 33" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--batches: expected whole numbers"):
+        ladder.main([str(tmp_path), "--batches", "one"])
+
+
+def test_the_floor_counts_what_a_step_reads(tmp_path: Path) -> None:
+    tiny(tmp_path)
+    made = ladder.Ladder(tmp_path, None, "auto", [4], 64)
+    weights = {
+        name: p.nbytes for name, p in made.model.named_parameters() if not name.startswith("backbone.embeddings")
+    }
+    experts = sum(size for name, size in weights.items() if ".experts." in name)
+    pool = made.engine.runner.pool
+    states = 2 * (pool.conv[:, 0].nbytes + pool.ssm[:, 0].nbytes)
+    keys = 10 * pool.kv[:, :, 0, 0].nbytes
+    one = ladder.floor_bytes(made.model, made.engine, 1, 10)
+    assert one == pytest.approx(sum(weights.values()) - experts * (1 - 2 / 8) + states + keys)
+    two = ladder.floor_bytes(made.model, made.engine, 2, 10)
+    assert two - one == pytest.approx(experts * (2 / 8) * (6 / 8) + states + keys)
+
+
+def test_the_random_model_has_the_size_it_says() -> None:
+    model = build(ModelConfig.from_dict(middling.CONFIG, {}), torch.bfloat16, "meta")
+    assert 1.55e9 < sum(p.numel() for p in model.parameters()) < 1.65e9
+
+
+def test_peers_side_by_side(tmp_path: Path) -> None:
+    figures = {
+        "leyden": {"decode, 1 x 128": 30.0, "prompt, 512": 400.0, "load, s": 2.0},
+        "llama.cpp": {"decode, 1 x 128": 20.0, "prompt, 512": 500.0},
+    }
+    lines = peers.table(figures).splitlines()
+    assert "x 1.50" in lines[1] and "x 0.80" in lines[2] and lines[3].split() == ["load,", "s", "2"]
+    peers.draw(figures, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_llama_needs_its_weights(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs both --llama .* and --gguf"):
+        peers.main([str(tmp_path), "--llama", "/bin"])
+    with pytest.raises(ConfigError, match="failed"):
+        peers._child(["false"])
