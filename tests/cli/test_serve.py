@@ -20,6 +20,7 @@ from leyden.config.engine import EngineConfig
 from leyden.config.launch import Launch
 from leyden.config.server import ServerConfig
 from leyden.errors import ConfigError
+from leyden.testing import drafters
 from leyden.testing.checkpoints import tiny
 from tests.config.test_launch import commands
 
@@ -132,14 +133,21 @@ def program(*argv: str) -> Iterator[Program]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """With the drafters DFlash and DSpark beside it."""
     folder = tmp_path_factory.mktemp("tiny")
-    tiny(folder)
-    return str(folder)
+    config = tiny(folder / "target", "mtp")
+    for method in ("DFlash", "DSpark"):
+        drafters.tiny(folder / method, config, method.lower())
+    return str(folder / "target")
 
 
 @pytest.mark.parametrize("name", commands())
 def test_published_command_serves(name: str, checkpoint: str):
-    argv = [checkpoint if word.startswith("nvidia/") else word for word in commands()[name]]
+    names = {"DFlash": str(Path(checkpoint).parent / "DFlash"), "DSpark": str(Path(checkpoint).parent / "DSpark")}
+    argv = [
+        names.get(word.rpartition("-")[2], checkpoint) if word.startswith("nvidia/") else word
+        for word in commands()[name]
+    ]
     argv = [*argv, "--host", "127.0.0.1", "--port", "0", "--device", "cpu", "--kv-cache-memory-bytes", "64m"]
     with program(*argv) as running:
         url = running.wait_for(r"running on (http://\S+)")[1]
@@ -149,6 +157,7 @@ def test_published_command_serves(name: str, checkpoint: str):
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] >= 1
+        assert ("  drafts    " in "\n".join(running.log)) == (name in ("MTP", "DFlash") or "DSpark" in name)
         assert running.stop() == 0
         assert "secret" not in "\n".join(running.rest())
 
