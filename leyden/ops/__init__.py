@@ -6,6 +6,13 @@ and `cache` arguments are one layer's slice of the pool, written in place at row
 means zeros before and nothing after. Rows with slot 0 are padding: their results mean nothing, their writes do no harm.
 
     begin(slots[R], last[S], committed[S]) -> (tokens[R], past[R], positions[R])     of rows of one token
+    begin_drafts(slots[R], last[S], drafts[S,W], committed[S], count) -> (tokens[T], past[R], positions[T], places[T])
+                                                                    of rows of one token and `count` drafts
+    accept(drawn[R,W+1], guesses[R,W], before[R], positions[R], stops[R,E], open_at[R]) -> (kept[R,W+1], counts[R],
+           newest[R], ends[R], at[R])    as far as guesses are what was drawn
+    ahead(places[R], count, dtype=int32) -> [count,R]
+    join(parts[T,...]...) -> [T,sum]
+    likeliest(logits[R,V] fp32) -> ids[R] int64
     take(table[S,...], slots[R]) -> [R,...]
     put(values[R,...], table[S,...], slots[R])
     embed(tokens[T], weight: Weight[V,H]) -> [T,H]
@@ -56,6 +63,11 @@ from leyden.ops.registry import Op, forced, prepare, using, watching
 __all__ = ["Op", "forced", "prepare", "using", "watching"]
 
 begin = Op(_table.begin)
+begin_drafts = Op(_draft.begin_drafts)
+accept = Op(_draft.accept)
+ahead = Op(_draft.ahead)
+join = Op(_draft.join)
+likeliest = Op(_draft.likeliest)
 take = Op(_table.take)
 put = Op(_table.put)
 embed = Op(_linear.embed)
