@@ -11,6 +11,7 @@ from leyden.cache.pool import Pool
 from leyden.cache.store import Store
 from leyden.engine.batch import build
 from leyden.engine.capture import graphs
+from leyden.engine.draft_graphs import DraftGraphs
 from leyden.engine.drafting import Drafted, Drafting
 from leyden.engine.grammar import Allowed
 from leyden.engine.sampler import Drawn, Sampler
@@ -41,6 +42,7 @@ class Runner:
         self.drafting = Drafting(drafters, model, pool, sampler, coupled) if drafters else None
         self.verify_seconds = 0.0  # of steps with drafts, on the host
         self.graphs = graphs(model, pool, sampler)
+        self.draft_graphs = DraftGraphs(model, pool, sampler, self.drafting) if self.drafting else None
 
     @torch.inference_mode()
     def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None] = lambda rows: None) -> "StepOutput":
@@ -49,10 +51,12 @@ class Runner:
         rows = plan.rows
         sampling = [i for i, row in enumerate(rows) if row.sample]
         output = StepOutput(len(rows), sampling, None, {}, None)
-        if self.drafting is None:
+        started = time.perf_counter()
+        if self.draft_graphs is None:
             output.drawn = self._recorded(rows, allowed)
+        elif (done := self.draft_graphs.run(plan, allowed)) is not None:
+            output.drawn, output.drafts = done
         if output.drawn is None:
-            started = time.perf_counter()
             batch = build(rows, self.pool, self.sampler.last, self.sampler.drafts)
             hidden, taps = self.model(batch.tokens, batch.context, self.drafting.taps if self.drafting else ())
             output.prompt = self._prompt_logprobs(plan, hidden)
@@ -66,10 +70,10 @@ class Runner:
                 if any(row.drafts for row in rows):
                     counts = counts.index_add(0, batch.sampling, (output.drawn.accepted - batch.drafts).int())
             self.model.commit(batch.context, batch.slots, counts)
-            if any(row.drafts for row in rows):
-                self.verify_seconds += time.perf_counter() - started
             if self.drafting is not None:
                 output.drafts = self.drafting.run(plan, batch, hidden, taps, output.drawn)
+        if any(row.drafts for row in rows):
+            self.verify_seconds += time.perf_counter() - started
         if plan.snapshots:
             self.pool.copy_states(*self._columns(plan.snapshots))
         return output
