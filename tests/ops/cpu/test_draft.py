@@ -58,7 +58,9 @@ def by_hand(drawn, guesses, before, position, stops, open_at) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_ahead(dtype: torch.dtype):
     found, expected = both(ops.ahead, torch.tensor([5, 0, 9], dtype=torch.int32), 4, dtype)
-    assert found[0].dtype == dtype and found[0].tolist() == expected[0].tolist() == [[5 + i, i, 9 + i] for i in range(4)]
+    assert found[0].dtype == dtype and found[0].tolist() == expected[0].tolist() == [
+        [5 + i, i, 9 + i] for i in range(4)
+    ]
 
 
 def test_join():
