@@ -235,6 +235,8 @@ class Delta:
     stop_reason: int | None = None
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     queued: float = 0.0  # seconds from Request.arrival until it first ran, told once
+    drafted: int = 0  # drafts that the step tried, and how many of them were right
+    accepted: int = 0
     error: str | None = None
 
 

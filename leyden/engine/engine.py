@@ -188,6 +188,7 @@ class Engine:
             "async_scheduling": self._overlap,
             "vocab_size": self.config.vocab_size,
             "drafting": self._drafting,
+            "drafts": self.scheduler.limits.drafts,
         }
 
     def ready(self, request: Request) -> bool:

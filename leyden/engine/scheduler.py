@@ -436,7 +436,7 @@ class Scheduler:
                 self.cache.free_slot(launch.snapshot)
             if self._by_id.get(sequence.request.id) is not sequence:
                 continue  # it ended while this step ran
-            self._count(sequence, row, result)
+            drafted = self._count(sequence, row, result)
             if sequence.prompt_logprobs is not None:  # by position: a preempted prompt brings some of them twice
                 sequence.prompt_logprobs[row.start : row.start + len(row.targets)] = result.prompt_logprobs
             computed = row.start + row.n
@@ -453,7 +453,7 @@ class Scheduler:
                     sequence.guesses += sampled - len(result.tokens)  # the state is ahead of the text by those
                 self._share_pages(sequence, computed, launch.snapshot)
             if row.sample:
-                out.append(self._report(sequence, result))
+                out.append(self._report(sequence, result, drafted, sampled - 1 if drafted else 0))
         return out
 
     def _extend(self, sequence: Sequence, result: Sampled) -> None:
@@ -473,7 +473,8 @@ class Scheduler:
         enough = len(sequence.tokens) - start >= params.min_tokens
         return enough and repeats(sequence.tokens, start, params.repetition_detection)
 
-    def _count(self, sequence: Sequence, row: Row, result: Sampled) -> None:
+    def _count(self, sequence: Sequence, row: Row, result: Sampled) -> int:
+        """-> drafts that a row had: proposals of nothing are none, nor are those that a grammar refuses."""
         stats = self._stats
         drafted = len([*takewhile(lambda token: token >= 0, sequence.proposed[: row.drafts])])
         if drafted:
@@ -481,6 +482,7 @@ class Scheduler:
             stats.drafted_tokens += drafted
             for place in range(len(result.tokens) - 1):
                 stats.accepted_tokens[place] += 1
+        return drafted
 
     def _share_pages(self, sequence: Sequence, computed: int, snapshot: int) -> None:
         chain = sequence.chain
@@ -514,10 +516,11 @@ class Scheduler:
         out, self._out = self._out, []
         return out
 
-    def _report(self, sequence: Sequence, result: Sampled) -> Delta:
+    def _report(self, sequence: Sequence, result: Sampled, drafted: int, accepted: int) -> Delta:
         """What a sequence tells of its newest tokens, and its end if they bring it: only the last one can."""
         request, token = sequence.request, result.tokens[-1]
         delta = Delta(request_id=request.id, token_ids=result.tokens, logprobs=result.logprobs)
+        delta.drafted, delta.accepted = drafted, accepted
         generated = len(sequence.tokens) - sequence.prompt_len
         if generated == len(result.tokens):
             delta.cached_tokens, delta.queued = sequence.cached, sequence.queued or 0.0

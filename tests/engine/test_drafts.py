@@ -76,6 +76,7 @@ def test_d28_accepted_tokens_are_counted_as_planned(model, answers, texts):
     assert [len(delta.token_ids) for delta in deltas] == [1, *[4] * 7, 1]
     stats = made.stats()
     assert (stats.drafts, stats.drafted_tokens, stats.accepted_tokens) == (7, 21, [7, 7, 7])
+    assert [(delta.drafted, delta.accepted) for delta in deltas] == [(0, 0), *[(3, 3)] * 7, (0, 0)]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
