@@ -222,6 +222,7 @@ def test_report_speaks_only_when_something_happens():
     assert line is not None and "2.50 tokens per draft (50.0% accepted)" in line and "SYNTHETIC" not in line
     stats.drafts, stats.generated_tokens, stats.synthetic = 20, 80, True
     assert "SYNTHETIC" in str(report.line(stats))
+    report.line(stats)
     assert report.line(stats) is None
 
 
