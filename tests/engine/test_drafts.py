@@ -327,3 +327,42 @@ def test_p14_the_keys_of_a_drafter_are_those_of_the_text(width, overlap):
     scratch.step()
     want = drafter_keys(scratch, scratch.scheduler.running[0].slot)[:, : keys.shape[1]]
     torch.testing.assert_close(keys, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_D17_a_thinking_budget_binds_with_a_drafter(model, overlap, width):
+    """A target that says x for ever; a drafter that proposes x, and one that proposes anything."""
+    x, prompt = thinking.X, thinking.PROMPT
+    ids = random.Random(width)
+    for rule in (lambda *at: x, lambda *at: ids.randrange(512)):
+        for budget in (0, 1, 10, 39, None):
+            made = engine(model, drafter=Scripted(width, [], rule), overlap=overlap)
+            params = thinking.params(budget, **thinking.FOREVER)
+            got = tokens_of(run(made, [(0, Request(id="a", prompt=prompt, params=params))])["a"])
+            assert got == ([x] * (40 if budget is None else budget) + [thinking.END] + [x] * 40)[:40]
+            assert not failures(made)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_d29_cancel_storm_with_drafts_leaves_nothing_behind(model, overlap):
+    """Most of the drafts are wrong: many steps are under way for sequences that are gone."""
+    draw = random.Random(0)
+    made = engine(
+        model, seqs=4, snapshots=6, pages=40, page=8, drafter=Scripted(3, [], drafters.wrong), overlap=overlap
+    )
+    loops = [[3, 4, 5] * draw.randrange(2, 9) + prompt_of(draw.randrange(1, 20), i) for i in range(60)]
+    leaving = {}
+    for step in range(90):
+        if step < 60:
+            name = f"r{step}"
+            made.submit(greedy(name, loops[step], draw.randrange(2, 30)))
+            leaving.setdefault(step + draw.randrange(12), []).append(name)
+        for name in leaving.get(step, ()):
+            made.abort(name)
+        made.step()
+        made.check()
+    run(made, [])
+    assert not made.scheduler.running and not failures(made) and made.stats().drafts > 20
+    last = tokens_of(run(made, [(0, greedy("last", loops[0], 20))])["last"])
+    assert last == oracle(model, loops[0], 20)
