@@ -35,6 +35,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.92
     kv_cache_dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
+    enable_mamba_cache_stochastic_rounding: bool = False  # of fp16 states, where decode steps store them
+    mamba_cache_philox_rounds: int = 0  # of the random numbers for that; 0: 10
     enable_prefix_caching: bool | None = None
     kv_offloading_size: float | None = None  # GiB of host memory for what leaves the device's cache
     cache_dir: str | None = None  # folder in which the cache outlives the process
@@ -57,7 +59,19 @@ class EngineConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
         if self.block_size < 1:
             raise ConfigError(f"--block-size must be at least 1, got {self.block_size}")
+        if self.enable_mamba_cache_stochastic_rounding and self.mamba_ssm_cache_dtype != "float16":
+            found = f"--mamba-ssm-cache-dtype {self.mamba_ssm_cache_dtype}"
+            raise ConfigError(
+                f"--enable-mamba-cache-stochastic-rounding needs --mamba-ssm-cache-dtype float16: {found}"
+            )
+        if self.mamba_cache_philox_rounds < 0:
+            raise ConfigError(f"--mamba-cache-philox-rounds must be at least 0: {self.mamba_cache_philox_rounds}")
         _ = self.speculative
+
+    @property
+    def rounds(self) -> int:
+        """Of Philox, for states that are rounded at random; 0: they are rounded to nearest."""
+        return (self.mamba_cache_philox_rounds or 10) if self.enable_mamba_cache_stochastic_rounding else 0
 
     @property
     def speculative(self) -> SpeculativeConfig | None:

@@ -29,10 +29,12 @@ means zeros before and nothing after. Rows with slot 0 are padding: their result
              state[S,heads,dim,N]|None, rows) -> y[T,heads,dim]      rows of any length
     gated_norm(y[T,I], z[T,I], weight[I], groups, eps) -> [T,I]      gate first, then RMSNorm of each group
     mamba_step(projected[R,I+C+heads], conv_weight[C,K], conv_bias[C]|None, A_log, D, dt_bias, dt_limit, norm_weight[I],
-               groups, eps, conv_state, ssm_state, rows) -> [R,I]    rows of one token: the four steps above in one
-    mamba_verify(as mamba_step, but ring[S,W,C+heads] before rows) -> [T,I]    rows of up to W tokens; states untouched
+               groups, eps, conv_state, ssm_state, rows, rounds=0) -> [R,I]    rows of one token: the four steps in one;
+               rounds of Philox with which an fp16 state is rounded at random
+    mamba_verify(as mamba_step without rounds, but ring[S,W,C+heads] before rows) -> [T,I]    rows of up to W tokens;
+                 states untouched
     mamba_replay(conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state, ring, slots[R],
-                 past[R], counts[R])    states move over the first tokens in the ring
+                 past[R], counts[R], rounds=0)    states move over the first tokens in the ring
     kv_write(k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows)
     attention(q[T,heads,dim], cache[2,pages,page,kv,dim], rows) -> [T,heads,dim]    causal, the rows' own keys included
     attention_packed(q[T,heads,dim], k[T,kv,dim], v[T,kv,dim], rows) -> [T,heads,dim]    the same without a cache

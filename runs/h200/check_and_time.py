@@ -202,8 +202,8 @@ def check() -> None:
             states = [(conv.clone(), state.clone()) for _ in range(3)]
             exact = conv.clone(), state.float()
             shape = (32, 4, fused)
-            got = ssm.mamba_step(*arguments, *states[0], batch, shape)
-            again = ssm.mamba_step(*arguments, *states[2], batch, shape)
+            got = ssm.mamba_step(*arguments, *states[0], batch, 5, shape)
+            again = ssm.mamba_step(*arguments, *states[2], batch, 5, shape)
             with ops.using("reference"):
                 wanted = ops.mamba_step(*arguments, *exact, batch)
             verdict(f"mamba_step {count} {dtype} {fused}", error(got, wanted), 4e-3)

@@ -74,7 +74,7 @@ def test_case(case: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return
     drafting = wanted["parsed"].get("speculative_config") or {}  # the cases give it keys that there are not
     unknown = drafting.keys() - {field.name for field in fields(SpeculativeConfig)} - {"moe_backend"}
-    begins = case["id"].startswith(("eq_with_eq", "dash_value_eq"))
+    begins = case["id"].startswith(("eq_with_eq", "dash_value_eq", "stochastic"))
     if begins or unknown or any(refused(dest) for dest in wanted["parsed"]):
         # They parse; what they ask for is refused afterwards, see test_launch.py.
         values = parse(argv, FLAGS.values()).values

@@ -1,6 +1,7 @@
 """What divide() makes of the memory: the published sizes, refusals that say what would fit, drafters and all."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,11 @@ from leyden.cache.pool import NO_DRAFTER, DraftShape, Pool
 from leyden.config.engine import EngineConfig
 from leyden.config.launch import Launch
 from leyden.config.model import ModelConfig
+from leyden.engine.engine import Engine
 from leyden.engine.memory import Split, divide
 from leyden.errors import ConfigError
+from leyden.testing import checkpoints
+from leyden.types import Request, SamplingParams
 from tests.engine.conftest import TINY
 
 GIB = 2**30
@@ -143,3 +147,31 @@ def test_a_drafter_takes_room():
         divide(
             EngineConfig(model="", max_num_seqs=64, max_model_len=4096), TINY, torch.float32, "cpu", MIB, DRAFTS["mtp"]
         )
+
+
+def test_states_are_rounded_at_random_where_they_are_fp16_and_that_is_asked_for():
+    fp16 = {"mamba_ssm_cache_dtype": "float16"}
+    assert EngineConfig(model="m").rounds == EngineConfig(model="m", **fp16).rounds == 0
+    asked = {"enable_mamba_cache_stochastic_rounding": True}
+    assert EngineConfig(model="m", **asked, **fp16).rounds == 10
+    assert EngineConfig(model="m", **asked, **fp16, mamba_cache_philox_rounds=5).rounds == 5
+    with pytest.raises(ConfigError, match="needs --mamba-ssm-cache-dtype float16"):
+        EngineConfig(model="m", **asked)
+    with pytest.raises(ConfigError, match="--mamba-cache-philox-rounds"):
+        EngineConfig(model="m", **asked, **fp16, mamba_cache_philox_rounds=-1)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_an_engine_rounds_its_states_at_random(tmp_path: Path, drafts: int):
+    checkpoints.tiny(tmp_path, "mtp", tokenizer=False)
+    sizes = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 1, "kv_cache_memory_bytes": 2**24}
+    more = {"enable_mamba_cache_stochastic_rounding": True, "mamba_ssm_cache_dtype": "float16"}
+    spec = {"method": "mtp", "num_speculative_tokens": drafts} if drafts else {}
+    texts = []
+    for _ in range(2):
+        made = Engine.load(EngineConfig(model=str(tmp_path), speculative_config=spec, **sizes, **more))
+        made.submit(Request(id="a", prompt=[3, 4, 5], params=SamplingParams(temperature=0, max_tokens=20)))
+        texts.append([token for _ in range(40) if made.busy for delta in made.step() for token in delta.token_ids])
+        assert made.runner.pool.shape.rounds == 10 and made.runner.pool.ssm.dtype == torch.float16
+        assert not made.stats().failed_drafts
+    assert texts[0] == texts[1] and len(texts[0]) == 20

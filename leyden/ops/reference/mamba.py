@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leyden.ops.reference.norm import gated_norm
+from leyden.ops.reference.philox import philox
 from leyden.ops.rows import Rows
 
 
@@ -104,11 +105,13 @@ def mamba_step(
     conv_state: Tensor,
     ssm_state: Tensor,
     rows: Rows,
+    rounds: int = 0,
 ) -> Tensor:
     """Rows of one token: convolution, time step, state update, gate and group norm -> [R, inner].
 
     projected [R, inner + (inner + 2 groups N) + heads] is in_proj's output, in the order z, xBC, dt; the other
-    arguments are those of causal_conv, ssd_scan and gated_norm, one after the other. Both states are updated.
+    arguments are those of causal_conv, ssd_scan and gated_norm, one after the other. Both states are updated. With
+    `rounds` an fp16 state is rounded as at_random() does it, else to nearest.
     """
     count, heads = len(projected), len(A_log)
     inner, width = len(norm_weight), groups * ssm_state.shape[-1]
@@ -121,8 +124,31 @@ def mamba_step(
     decay = (delta * -A_log.exp())[..., None, None]
     state = decay.exp() * _initial(ssm_state, rows).float() + (delta[..., None] * x)[..., None] * B[:, :, None]
     y = (state @ C[..., None])[..., 0] + D[:, None] * x
-    ssm_state[rows.slots] = state.to(ssm_state.dtype)
+    ssm_state[rows.slots] = _stored(state, ssm_state.dtype, A_log, rows.past, rounds)
     return gated_norm(y.flatten(1).to(projected.dtype), z, norm_weight, groups, eps)
+
+
+def at_random(state: Tensor, A_log: Tensor, position: Tensor, rounds: int) -> Tensor:
+    """fp32 [R, heads, dim, N] -> fp16, up or down at random, so that what steps add is not lost below the last bit.
+
+    13 random bits are added to the 13 that fp16 has not, which are cut off then; infinities become the largest number.
+    The bits belong to layer, position and element: Philox 4x32 with A_log's fp32 bits of the
+    head as key, as a signed number, and as counter (element / 8 in [heads, dim, N], N rounded up to a power of two,
+    position int [R], 0, 0); its words give 16 bits to each of eight elements, low half first, of which 13 count.
+    """
+    _, heads, dim, n = state.shape
+    width = max(8, 1 << (n - 1).bit_length())
+    eights = torch.arange(heads * dim * width // 8, device=state.device).view(heads, dim, -1)
+    key = A_log.float().view(torch.int32).long()[:, None, None]
+    counter = (eights[None], position.long()[:, None, None, None], torch.zeros_like(eights), torch.zeros_like(eights))
+    words = torch.stack(torch.broadcast_tensors(*philox(*counter, key, rounds)), -1)  # [R, heads, dim, width / 8, 4]
+    bits = torch.stack([words & 0x1FFF, (words >> 16) & 0x1FFF], -1).flatten(-3)[..., :n]
+    near = ((state.view(torch.int32).long() + bits) & ~0x1FFF).to(torch.int32).view(torch.float32)
+    return near.clamp(-65504, 65504).half()
+
+
+def _stored(state: Tensor, dtype: torch.dtype, A_log: Tensor, position: Tensor, rounds: int) -> Tensor:
+    return at_random(state, A_log, position, rounds) if rounds and dtype == torch.float16 else state.to(dtype)
 
 
 def mamba_verify(
@@ -173,19 +199,25 @@ def mamba_replay(
     slots: Tensor,
     past: Tensor,
     counts: Tensor,
+    rounds: int = 0,
 ) -> None:
     """Move both states of slots (int [R]) over the first counts (int [R]) tokens that mamba_verify left in the ring.
 
-    past (int [R]) is what the sequences had before those tokens. Reads `counts` on the host: on CUDA it waits.
+    past (int [R]) is what the sequences had before those tokens. A state is rounded once, as in mamba_step at the last
+    of them. Reads `counts` on the host: on CUDA it waits.
     """
     lens = counts.tolist()
     inputs = torch.cat([ring[slot, :n] for slot, n in zip(slots.tolist(), lens, strict=True)])
     moved = [i for i, n in enumerate(lens) if n]
     if moved:
         starts = torch.tensor([0, *accumulate(lens[i] for i in moved)], dtype=torch.int32, device=ring.device)
-        rows = Rows(tuple(lens[i] for i in moved), starts, past[moved], slots[moved])
-        states = conv_state, ssm_state
+        at, before = slots[moved], past[moved]
+        own = torch.arange(len(moved), device=ring.device)
+        rows = Rows(tuple(lens[i] for i in moved), starts, before, own)
+        states = conv_state[at], ssm_state[at].float()  # copies
         _mixed(inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, len(A_log), *states, rows)
+        last = before + counts[moved] - 1
+        conv_state[at], ssm_state[at] = states[0], _stored(states[1], ssm_state.dtype, A_log, last, rounds)
 
 
 def _mixed(

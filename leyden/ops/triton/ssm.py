@@ -3,7 +3,7 @@
 One program computes one head (or a part of its rows) of one row of the batch. Then each group of heads is normalised
 and the convolution's window moves on, which has to wait until all heads have read it: with few rows the program that
 finishes last in its group does that, with many a launch of its own, so that programs do not wait for each other's
-arrival. A state of 16 bits is rounded at random, so that what a step adds is not lost where it is smaller than the
+arrival. A state of fp16 may be rounded at random, so that what a step adds is not lost where it is smaller than the
 state's last bit; the random bits belong to the position, the layer and the element, not to the place in the batch.
 """
 
@@ -55,14 +55,14 @@ def _time_step(dt, bias, low, high):
 
 
 @triton.jit
-def _rounded(state, seed, position, first, P: tl.constexpr, N: tl.constexpr):
+def _rounded(state, seed, position, first, P: tl.constexpr, N: tl.constexpr, ROUNDS: tl.constexpr):
     """fp32 [P, N] -> fp16, up or down at random: 13 random bits are added below the last bit that stays.
 
-    One Philox call of 5 rounds makes the bits of eight elements.
+    One Philox call makes the bits of eight elements; the reference draws the same ones (ops.reference.mamba.at_random).
     """
     eights = tl.arange(0, P)[:, None] * (N // 8) + tl.arange(0, N // 8)[None, :] + first * (N // 8)
     zero = tl.zeros_like(eights)
-    w0, w1, w2, w3 = tl.philox(seed, eights, zero + position, zero, zero, 5)
+    w0, w1, w2, w3 = tl.philox(seed, eights, zero + position, zero, zero, ROUNDS)
     i = tl.arange(0, 8)[None, None, :]
     low = tl.where(i < 2, w0[:, :, None], w1[:, :, None])
     high = tl.where(i < 6, w2[:, :, None], w3[:, :, None])
@@ -116,7 +116,7 @@ def _step(
     row_stride, conv_stride, ssm_stride, dt_low, dt_high, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, REACH: tl.constexpr,
     TAPS: tl.constexpr, BIAS: tl.constexpr, FUSED: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     INNER: tl.constexpr = HEADS * DIM
     CHANNELS: tl.constexpr = INNER + 2 * GROUPS * N
@@ -151,10 +151,10 @@ def _step(
     b = _convolved(b, new, conv_weight, to_b, in_n, REACH)
     c = _convolved(c, new, conv_weight, to_c, in_n, REACH)
     state = tl.exp(-tl.exp(log_rate) * delta) * old + (delta * x)[:, None] * b[None, :]
-    if ssm_state.dtype.element_ty == tl.float16:
+    if ROUNDS:
         seed = log_rate.to(tl.int32, bitcast=True)
         first = head * DIM + tl.program_id(0) % PARTS * BLOCK_P
-        tl.store(tile, _rounded(state, seed, position, first, BLOCK_P, BLOCK_N), mask=inside)
+        tl.store(tile, _rounded(state, seed, position, first, BLOCK_P, BLOCK_N, ROUNDS), mask=inside)
     else:
         tl.store(tile, state.to(ssm_state.dtype.element_ty), mask=inside)
     y = (tl.sum(state * c[None, :], 1) + skip * x).to(out.dtype.element_ty).to(tl.float32)
@@ -199,6 +199,7 @@ def mamba_step(
     conv_state: Tensor,
     ssm_state: Tensor,
     rows: Rows,
+    rounds: int = 0,
     shape: tuple[int, int, bool] | None = None,
 ) -> Tensor:
     """See ops.mamba_step. The states of the rows must be older than the kernel launched just before.
@@ -222,7 +223,7 @@ def mamba_step(
         gated, counters(projected.device, count * groups), out,
         projected.stride(0), conv_state.stride(0), ssm_state.stride(0), dt_limit[0], min(dt_limit[1], 3e38), eps,
         heads, dim, n, groups, reach, taps, conv_bias is not None, fused, parts, block_p, max(8, block_n), block_g,
-        num_warps=warps, **OPTIONS,
+        rounds if ssm_state.dtype == torch.float16 else 0, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     if not fused:
         _after[(groups, count)](
