@@ -98,6 +98,5 @@ class CapturedGraphs(Graphs):
 
 
 def graphs(model: Nemotron, pool: Pool, sampler: Sampler) -> Graphs:
-    """The recordings for the pool's device. The reference of attention, which waits for the device, has none."""
-    kernels = pool.committed.device.type == "cuda" and pool.kv.dtype.itemsize > 1
-    return (CapturedGraphs if kernels else Graphs)(model, pool, sampler)
+    """The recordings for the pool's device."""
+    return (CapturedGraphs if pool.committed.device.type == "cuda" else Graphs)(model, pool, sampler)

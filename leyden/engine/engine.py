@@ -137,9 +137,7 @@ class Engine:
         drafter, room = load(drafting, model) if drafting else (None, NO_DRAFTER)
         split = divide(config, architecture, dtype, device.type, free(config, device), room)
         if split.shape.kv_dtype.itemsize == 1:
-            logger.warning(
-                "an FP8 cache has no kernels on %s yet: it is half as large, and steps are slower", device.type
-            )
+            logger.warning("an FP8 cache has no kernels on the CPU: steps are slower than with other caches")
             if not dict(checkpoint.cache_scales(model)):
                 logger.warning("the checkpoint has no scales for an FP8 cache (k_scale, v_scale): 1.0 is used")
         engine = cls(

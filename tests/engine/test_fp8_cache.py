@@ -133,7 +133,7 @@ def test_a_checkpoint_brings_its_scales(tmp_path: Path, caplog) -> None:
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         again = Engine.load(replace(config, model=str(folder)))
-    assert "no scales" not in caplog.text and "no kernels on cpu" in caplog.text
+    assert "no scales" not in caplog.text and "no kernels on the CPU" in caplog.text
     scales = [(m.k_scale, m.v_scale) for m in again.runner.model.modules() if isinstance(m, Attention)]
     assert all(0 < one < 1 for pair in scales for one in pair)
     assert set(answers(again)) == set(without)
