@@ -3,7 +3,9 @@
 T tokens of a ragged batch, R rows (see rows.Rows), H hidden size, V vocabulary, G groups, N state size. Each op's
 reference (ops/reference) states the formula and its source; kernels (ops/triton, ops/cpu) must agree with it. `state`
 and `cache` arguments are one layer's slice of the pool, written in place at rows.slots and rows.pages; a state of None
-means zeros before and nothing after. Rows with slot 0 are padding: their results mean nothing, their writes do no harm.
+means zeros before and nothing after. A cache of 8-bit floats holds k / k_scale and v / v_scale, saturated; the scales
+are Python floats, and count for nothing in other caches. Rows with slot 0 are padding: their results mean nothing,
+their writes do no harm.
 
     begin(slots[R], last[S], committed[S]) -> (tokens[R], past[R], positions[R])     of rows of one token
     begin_drafts(slots[R], last[S], drafts[S,W], committed[S], count) -> (tokens[T], past[R], positions[T], places[T])
@@ -35,8 +37,9 @@ means zeros before and nothing after. Rows with slot 0 are padding: their result
                  states untouched
     mamba_replay(conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state, ring, slots[R],
                  past[R], counts[R], rounds=0)    states move over the first tokens in the ring
-    kv_write(k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows)
-    attention(q[T,heads,dim], cache[2,pages,page,kv,dim], rows) -> [T,heads,dim]    causal, the rows' own keys included
+    kv_write(k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows, k_scale=1.0, v_scale=1.0)
+    attention(q[T,heads,dim], cache[2,pages,page,kv,dim], rows, k_scale=1.0, v_scale=1.0) -> [T,heads,dim]
+                                                                    causal, the rows' own keys included
     attention_packed(q[T,heads,dim], k[T,kv,dim], v[T,kv,dim], rows) -> [T,heads,dim]    the same without a cache
     rotate(x[...,heads,dim], cos[...,dim/2], sin[...,dim/2]) -> [...,heads,dim]    rotary embedding in halves
     swiglu(x[...,K], gate: Weight[I,K], up: Weight[I,K], down: Weight[N,I]) -> [...,N]    down(silu(gate x) * up x)

@@ -50,6 +50,20 @@ def test_the_published_sizes():
     assert split(20, max_num_seqs=8, mamba_ssm_cache_dtype="float16").slot_bytes == 24_965_120
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+def test_an_fp8_cache_halves_the_pages(name, caplog):
+    wide, made = (split(20, "cpu", max_num_seqs=8, kv_cache_dtype=dtype) for dtype in ("auto", name))
+    assert made.shape.kv_dtype == torch.float8_e4m3fn and made.shape.conv_dtype == torch.bfloat16
+    assert made.page_bytes == 16 * 3072 and made.slot_bytes == wide.slot_bytes
+    assert made.cache_tokens == pytest.approx(2 * wide.cache_tokens, rel=1e-3)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8_e5m2 is not available here; accepted are auto"):
+        split(20, kv_cache_dtype="fp8_e5m2")
+    with pytest.raises(ConfigError, match="--mamba-ssm-cache-dtype fp8"):
+        split(20, mamba_ssm_cache_dtype="fp8")
+    assert split(20, kv_cache_dtype=name).shape.kv_dtype == torch.bfloat16
+    assert caplog.messages == [f"--kv-cache-dtype {name}: no kernels on CUDA yet, so torch.bfloat16 is used"]
+
+
 @pytest.mark.parametrize("gib", [2, 7, 18, 100])
 @pytest.mark.parametrize("config", [{}, {"max_num_seqs": 4}, {"enable_prefix_caching": False}, {"max_model_len": 8192}])
 def test_the_parts_are_as_large_as_the_whole_and_not_larger(gib, config):

@@ -63,13 +63,19 @@ def configured(method: str, folders: dict[str, Path], **keys: Any) -> Speculativ
     return SpeculativeConfig.from_dict(raw).settle(CONFIG, "target")
 
 
-def engine(target: Nemotron, config: SpeculativeConfig | None = None, step_tokens: int = 16, **options: Any) -> Engine:
+def engine(
+    target: Nemotron,
+    config: SpeculativeConfig | None = None,
+    step_tokens: int = 16,
+    kv_dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Engine:
     shape = PoolShape(
         slots=9,
         pages=150,
         page=PAGE,
         max_model_len=96,
-        kv_dtype=torch.float32,
+        kv_dtype=kv_dtype,
         conv_dtype=torch.float32,
         ssm_dtype=torch.float32,
     )
@@ -147,6 +153,18 @@ def test_acceptance_by_decree(target: Nemotron, folders: dict[str, Path], overla
     assert stats.synthetic and "SYNTHETIC" in made.describe()["drafting"]
     for kept, rate in zip(stats.accepted_tokens, [0.8, 0.5, 0.1], strict=True):
         assert kept / stats.drafts == pytest.approx(rate, abs=4 * 0.5 / stats.drafts**0.5)
+
+
+@pytest.mark.parametrize("method", ["mtp", "dflash"])
+def test_an_fp8_cache_holds_the_drafter_s_keys_too(target: Nemotron, folders: dict[str, Path], method: str):
+    expected = answers(engine(target, kv_dtype=torch.float8_e4m3fn))
+    dtypes = torch.float32, torch.float8_e4m3fn
+    plain, made = (engine(target, configured(method, folders), kv_dtype=dtype) for dtype in dtypes)
+    assert answers(made) == expected
+    answers(plain)
+    assert {array.dtype for array in made.runner.pool.paged} == {torch.float8_e4m3fn}
+    kept, wanted = (sum(one.stats().accepted_tokens) for one in (made, plain))
+    assert not made.stats().failed_drafts and kept > 0.8 * wanted
 
 
 @pytest.mark.parametrize("method", ["mtp", "dflash", "dspark"])

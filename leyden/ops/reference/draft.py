@@ -94,8 +94,9 @@ def block_attention(
     """Blocks of q [T, heads, dim] attend to their context in the cache and to themselves -> [T, heads, dim].
 
     Row r of `rows` is one block; its context are positions 0 .. past[r] - 1 of cache [2, pages, page, kv heads, dim],
-    and k, v [T, kv heads, dim] are its own keys and values, which the cache need not hold. Visibility, sinks and
-    arithmetic as in block_attention_packed. Reads `past` on the host: on CUDA it waits.
+    and k, v [T, kv heads, dim] are its own keys and values, which the cache need not hold. Caches of drafters have no
+    scales, of 8-bit floats neither. Visibility, sinks and arithmetic as in block_attention_packed. Reads `past` on the
+    host: on CUDA it waits.
     """
     assert rows.pages is not None
     page = cache.shape[2]
