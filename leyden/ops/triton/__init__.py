@@ -1,7 +1,7 @@
 """The kernels for CUDA, in Triton: importing this module registers them."""
 
 from leyden import ops
-from leyden.ops.triton import attention, linear, moe, norm, sample, ssm, table
+from leyden.ops.triton import attention, conv, linear, moe, norm, sample, ssm, table
 
 for _op, _kernel in (
     (ops.begin, table.begin),
@@ -16,7 +16,10 @@ for _op, _kernel in (
     (ops.route, moe.route),
     (ops.experts, moe.experts),
     (ops.moe, moe.moe),
+    (ops.causal_conv, conv.causal_conv),
     (ops.mamba_step, ssm.mamba_step),
+    (ops.mamba_verify, ssm.mamba_verify),
+    (ops.mamba_replay, ssm.mamba_replay),
     (ops.kv_write, attention.kv_write),
     (ops.attention, attention.attention),
     (ops.sample, sample.sample),

@@ -14,7 +14,7 @@ from leyden.ops.rows import Rows
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch on CUDA; elsewhere install the dev extra")
 
-from leyden.ops.triton import attention, linear, moe, norm, ssm  # noqa: E402
+from leyden.ops.triton import attention, conv, linear, moe, norm, ssm  # noqa: E402
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
 
@@ -125,26 +125,27 @@ def test_experts_that_nobody_chose_cost_nothing(draw, device: str):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("heads", "groups", "dim", "n"), [(6, 2, 8, 12), (4, 1, 32, 16)])
 def test_mamba_step(draw, device: str, heads: int, groups: int, dim: int, n: int, fused: bool):
-    arguments, conv, ssm_state, batch = step_inputs(draw, device, heads, groups, dim, n)
-    states = [(conv.clone(), ssm_state.clone()) for _ in range(2)]
+    arguments, window, ssm_state, batch = step_inputs(draw, device, heads, groups, dim, n)
+    states = [(window.clone(), ssm_state.clone()) for _ in range(2)]
     for _ in range(2):  # the second step reads what the first one wrote
         wanted = reference_mamba.mamba_step(*arguments, *states[0], batch)
-        got = ssm.mamba_step(*arguments, *states[1], batch, (16, 4, fused))
+        got = ssm.mamba_step(*arguments, *states[1], batch, (16, 4, 128), fused)
         close(got, wanted, atol=1e-4)
         close(states[1][0], states[0][0])
         close(states[1][1], states[0][1])
         batch.past += 1
 
 
-def test_states_of_16_bits_are_rounded_at_random(draw, device: str):
-    arguments, conv, exact, batch = step_inputs(draw, device, 4, 1, 32, 16)
+@pytest.mark.parametrize("fused", [False, True])
+def test_states_of_16_bits_are_rounded_at_random(draw, device: str, fused: bool):
+    arguments, window, exact, batch = step_inputs(draw, device, 4, 1, 32, 16)
     batch.past += 1
     exact[1, 0, 0, :2] = torch.tensor([1e6, -1e6])  # has to stay finite
     rounded = exact.half().clamp(-65504, 65504)
     exact = rounded.float()
     before = rounded.clone()
-    wanted = ssm.mamba_step(*arguments, conv.clone(), exact, batch)
-    got = ssm.mamba_step(*arguments, conv.clone(), rounded, batch)
+    wanted = ssm.mamba_step(*arguments, window.clone(), exact, batch, fused=fused)
+    got = ssm.mamba_step(*arguments, window.clone(), rounded, batch, fused=fused)
     close(got, wanted)  # the step itself sees nothing of the rounding
     assert rounded.isfinite().all() and torch.equal(rounded[0], before[0])
     normal = exact.abs() > 2**-14
@@ -154,23 +155,60 @@ def test_states_of_16_bits_are_rounded_at_random(draw, device: str):
     assert off.abs().max() < 1 and off.abs().max() > 0.8
     assert abs(float(off.mean())) < 0.03  # 6,000 errors, uniform over one bit if they were independent
     again = before.clone()
-    ssm.mamba_step(*arguments, conv.clone(), again, batch)
+    ssm.mamba_step(*arguments, window.clone(), again, batch, fused=fused)
     assert torch.equal(again, rounded)
     batch.past += 1
     other = before.clone()
-    ssm.mamba_step(*arguments, conv.clone(), other, batch)
+    ssm.mamba_step(*arguments, window.clone(), other, batch, fused=fused)
     assert (other != rounded)[1:4].float().mean() > 0.25
 
 
-def step_inputs(draw, device: str, heads: int, groups: int, dim: int, n: int):
-    inner, channels, count = heads * dim, heads * dim + 2 * groups * n, 3
-    batch = rows(device, past=[0, 5, 2])
-    conv, ssm_state = draw(5, 3, channels), draw(5, heads, dim, n)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_guesses(draw, device: str, dtype: torch.dtype):
+    """Three rows of up to four tokens: nothing moves while they are checked, and then as many as were right."""
+    lens, right = [3, 1, 4], torch.tensor([2, 1, 0], device=device)
+    arguments, window, exact, batch = step_inputs(draw, device, 4, 2, 16, 8, lens)
+    ssm_state, ring, wanted_ring = exact.to(dtype), draw(5, 5, 4 * 16 + 2 * 2 * 8 + 4), draw(5, 5, 100)
+    wanted_ring = ring.clone()
+    before = window.clone(), ssm_state.clone()
+    wanted = reference_mamba.mamba_verify(*arguments, window, ssm_state, wanted_ring, batch)
+    got = ssm.mamba_verify(*arguments, window, ssm_state, ring, batch)
+    close(got, wanted, atol=1e-4)
+    assert torch.equal(ring, wanted_ring) and torch.equal(window, before[0]) and torch.equal(ssm_state, before[1])
+
+    recurrence = (*arguments[1:7], arguments[8])
+    reference_mamba.mamba_replay(*recurrence, *before, ring, batch.slots, batch.past, right)
+    ssm.mamba_replay(*recurrence, window, ssm_state, ring, batch.slots, batch.past, right)
+    close(window, before[0])
+    if dtype == torch.float32:
+        close(ssm_state, before[1])
+    else:
+        close(ssm_state.float(), before[1].float(), atol=2e-3, rtol=2e-3)
+        assert torch.equal(ssm_state[batch.slots[2]], before[1][batch.slots[2]])
+
+
+@pytest.mark.parametrize(("lens", "kernel"), [([1, 1, 1], 4), ([35, 2, 17], 4), ([20, 5, 1], 2)])
+def test_causal_conv(draw, device: str, lens: list[int], kernel: int):
+    batch = rows(device, past=[0, 5, 2], lens=lens)
+    x, w, bias = draw(batch.tokens, 60)[:, 7:47], draw(40, kernel), draw(40)
+    state = draw(5, kernel - 1, 40)
+    wanted_state = state.clone()
+    close(conv.causal_conv(x, w, bias, state, batch), reference_mamba.causal_conv(x, w, bias, wanted_state, batch))
+    assert torch.equal(state, wanted_state)
+    batch.past.zero_()
+    close(conv.causal_conv(x, w, None, None, batch), reference_mamba.causal_conv(x, w, None, None, batch))
+
+
+def step_inputs(draw, device: str, heads: int, groups: int, dim: int, n: int, lens: list[int] | None = None):
+    inner, channels = heads * dim, heads * dim + 2 * groups * n
+    batch = rows(device, past=[0, 5, 2], lens=lens)
+    count = batch.tokens
+    window, ssm_state = draw(5, 3, channels), draw(5, heads, dim, n)
     arguments = (
         draw(count, inner + channels + heads), draw(channels, 4), draw(channels), draw(heads), draw(heads),
         draw(heads, scale=5.0), (1e-3, float("inf")), draw(inner), groups, 1e-5,
     )  # fmt: skip
-    return arguments, conv, ssm_state, batch
+    return arguments, window, ssm_state, batch
 
 
 @pytest.mark.parametrize("lens", [None, [3, 1, 17, 9]])
