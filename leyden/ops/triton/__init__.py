@@ -1,7 +1,7 @@
 """The kernels for CUDA, in Triton: importing this module registers them."""
 
 from leyden import ops
-from leyden.ops.triton import attention, conv, linear, moe, norm, sample, ssm, table
+from leyden.ops.triton import attention, conv, linear, moe, norm, sample, scan, ssm, table
 
 for _op, _kernel in (
     (ops.begin, table.begin),
@@ -17,6 +17,7 @@ for _op, _kernel in (
     (ops.experts, moe.experts),
     (ops.moe, moe.moe),
     (ops.causal_conv, conv.causal_conv),
+    (ops.ssd_scan, scan.ssd_scan),
     (ops.mamba_step, ssm.mamba_step),
     (ops.mamba_verify, ssm.mamba_verify),
     (ops.mamba_replay, ssm.mamba_replay),

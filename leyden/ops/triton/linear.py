@@ -1,6 +1,6 @@
 """Products with one matrix [N, K] for few rows: bound by reading the matrix once.
 
-One row runs on the CUDA cores (a matrix-vector product with the matrix in registers), up to 64 on the tensor cores with
+One row runs on the CUDA cores (a matrix-vector product with the matrix in registers), up to 16 on the tensor cores with
 the matrix as the left operand, straight from shared memory. More rows are cuBLAS's.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from leyden.formats import Weight
 from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
 
-NARROW_ROWS = 64  # up to here _narrow
+NARROW_ROWS = 16  # up to here _narrow; cuBLAS is faster from 32 on
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def vector(
     matrix: Tensor,
     square: bool = False,
     dtype: torch.dtype | None = None,
-    shape: tuple[int, int, int] = (4, 1024, 4),
+    shape: tuple[int, int, int] = (4, 2048, 8),
 ) -> Tensor:
     """x [1, K] @ matrix [N, K]^T, then relu^2 if `square`; shape: rows and columns of a tile, warps."""
     size, k = matrix.shape
@@ -155,7 +155,7 @@ def narrow(
     dtype: torch.dtype | None = None,
     shape: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
-    """x [M <= 64, K] @ matrix [N, K]^T, then relu^2 if `square`; shape: tile, splits, stages, warps."""
+    """x [M, K], M small, @ matrix [N, K]^T, then relu^2 if `square`; shape: tile, splits, stages, warps."""
     count, (size, k) = len(x), matrix.shape
     block_n, block_k, splits, stages, warps = shape or _narrow_shape(size, k)
     block_m = max(16, triton.next_power_of_2(count))
@@ -173,4 +173,6 @@ def _narrow_shape(size: int, k: int) -> tuple[int, int, int, int, int]:
     """Enough programs for every multiprocessor to hold three, as far as K can be cut."""
     tiles = triton.cdiv(size, 64)
     splits = min(8, max(1, round(396 / tiles)), max(1, k // 256))
-    return 64, 64, splits, 4, 4
+    if splits == 1:
+        return 64, 128, 1, 4, 4
+    return (128 if splits == 8 and size >= 2048 else 64), 64, splits, 4, 4

@@ -52,7 +52,7 @@ def _convolved(earlier, new, weight, channel, inside, REACH: tl.constexpr):
 
 
 @triton.jit
-def _time_step(dt, bias, low, high):
+def time_step(dt, bias, low, high):
     """clamp(softplus(dt + bias)); log1p by Kahan's correction, which keeps small steps exact."""
     value = dt.to(tl.float32) + bias
     grown = tl.exp(tl.minimum(value, 20.0))
@@ -161,7 +161,7 @@ def _step(
 
     z = projected + row * row_stride
     new = z + INNER
-    delta = _time_step(tl.load(new + CHANNELS + head), bias, dt_low, dt_high)
+    delta = time_step(tl.load(new + CHANNELS + head), bias, dt_low, dt_high)
     gate = tl.load(z + to_x, mask=in_p, other=0.0).to(tl.float32)
     x = _convolved(x, new, conv_weight, to_x, in_p, REACH)
     b = _convolved(b, new, conv_weight, to_b, in_n, REACH)
@@ -208,7 +208,7 @@ def _advance(
         first, end = tl.load(starts + row), tl.load(ends + row)
     for token in range(first, end):
         at = tl.full((), 0, dtype=tl.int64) + token
-        delta = _time_step(tl.load(dt + at * dt_stride + head), bias, dt_low, dt_high)
+        delta = time_step(tl.load(dt + at * dt_stride + head), bias, dt_low, dt_high)
         value = tl.load(x + at * x_stride + head * DIM + p, mask=in_p, other=0.0).to(tl.float32)
         b = tl.load(B + at * B_stride + group * N + n, mask=in_n, other=0.0).to(tl.float32)
         state = tl.exp(-tl.exp(log_rate) * delta) * state + (delta * value)[:, None] * b[None, :]

@@ -14,7 +14,7 @@ from leyden.ops.rows import Rows
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch on CUDA; elsewhere install the dev extra")
 
-from leyden.ops.triton import attention, conv, linear, moe, norm, ssm  # noqa: E402
+from leyden.ops.triton import attention, conv, linear, moe, norm, scan, ssm  # noqa: E402
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
 
@@ -209,6 +209,33 @@ def step_inputs(draw, device: str, heads: int, groups: int, dim: int, n: int, le
         draw(heads, scale=5.0), (1e-3, float("inf")), draw(inner), groups, 1e-5,
     )  # fmt: skip
     return arguments, window, ssm_state, batch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_ssd_scan(draw, device: str, dtype: torch.dtype):
+    """Rows shorter than a chunk, of whole chunks, and longer; one of them starts from nothing."""
+    heads, groups, dim, n = 4, 2, 24, 12
+    batch = rows(device, past=[0, 5, 2], lens=[5, 32, 35])
+    tokens = batch.tokens
+    mixed = draw(tokens, heads * dim + 2 * groups * n).to(dtype)
+    x, B, C = mixed.split([heads * dim, groups * n, groups * n], dim=-1)
+    x, B, C = x.unflatten(1, (heads, dim)), B.unflatten(1, (groups, n)), C.unflatten(1, (groups, n))
+    dt = draw(tokens, heads + 3)[:, 3:].to(dtype)
+    recurrence = (draw(heads), draw(heads), draw(heads), (1e-3, float("inf")), 16)
+    state = draw(5, heads, dim, n)
+    wanted_state = state.clone()
+    for shape in ((16, 16, 2, 4), (32, 32, 1, 4)):
+        got_state = state.clone()
+        got = scan.ssd_scan(x, dt, B, C, *recurrence, got_state, batch, shape)
+        exact = (t.float() for t in (x, dt, B, C))
+        wanted = reference_mamba.ssd_scan(*exact, *recurrence, wanted_state.copy_(state), batch)
+        off = 2e-5 if dtype == torch.float32 else 2e-3
+        assert (got.float() - wanted).norm() < off * wanted.norm()
+        close(got_state, wanted_state, atol=20 * off, rtol=20 * off)
+    batch.past.zero_()
+    got = scan.ssd_scan(x, dt, B, C, *recurrence, None, batch, (16, 32, 1, 4))
+    wanted = reference_mamba.ssd_scan(*(t.float() for t in (x, dt, B, C)), *recurrence, None, batch)
+    assert (got.float() - wanted).norm() < off * wanted.norm()
 
 
 @pytest.mark.parametrize("lens", [None, [3, 1, 17, 9]])
