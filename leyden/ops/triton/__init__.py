@@ -23,6 +23,7 @@ for _op, _kernel in (
     (ops.mamba_replay, ssm.mamba_replay),
     (ops.kv_write, attention.kv_write),
     (ops.attention, attention.attention),
+    (ops.block_attention, attention.block_attention),
     (ops.sample, sample.sample),
 ):
     _op.register("cuda", _kernel)

@@ -38,30 +38,49 @@ def _kv_write(
 
 
 @triton.jit
+def _seen(pointers, in_s, in_d, MASKED: tl.constexpr):
+    """Keys or values [keys, dim]; a mask costs, so it is there only where something is left out."""
+    if MASKED:
+        return tl.load(pointers, mask=in_s[:, None] & in_d[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def _more(q, acc, most, total, key, value, visible, scale, MASKED: tl.constexpr):
+    """Online softmax takes some more keys and values in. `most` is the largest product of a query before scaling."""
+    scores = tl.dot(q, tl.trans(key.to(q.dtype)), input_precision="ieee")
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(most, tl.max(scores, 1))
+    # a row that has seen no key yet keeps -inf: subtract 0 then, so that no NaN arises
+    pivot = tl.where(higher == float("-inf"), 0.0, higher) * scale
+    p = tl.exp2(scores * scale - pivot[:, None])
+    shrink = tl.exp2(most * scale - pivot)
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(q.dtype), value.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+    return acc, higher, total
+
+
+@triton.jit
 def _attend(
-    q, acc, most, total, cache, pages, half, first, end, limit, scale,
+    q, acc, most, total, cache, pages, half, first, end, after, limit, scale,
     KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, head, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One online-softmax sweep over the keys first .. end - 1; query row i sees the keys up to limit[i]."""
+    """A sweep over the keys first .. end - 1. MASKED: query row i sees those above after[i] and up to limit[i];
+    otherwise all, and end - first is a multiple of BLOCK_S."""
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     for start in tl.range(first, end, BLOCK_S, num_stages=STAGES):
         at = start + s
-        inside = (at < end)[:, None] & (d < D)[None, :]
-        page = tl.load(pages + at // PAGE, mask=at < end, other=0).to(tl.int64)
+        if MASKED:
+            page = tl.load(pages + at // PAGE, mask=at < end, other=0).to(tl.int64)
+        else:
+            page = tl.load(pages + at // PAGE).to(tl.int64)
         cell = ((page * PAGE + at % PAGE) * KV + head)[:, None] * D + d[None, :]
-        key = tl.load(cache + cell, mask=inside, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
-        scores = tl.where((at[None, :] <= limit[:, None]) & (at < end)[None, :], scores, float("-inf"))
-        higher = tl.maximum(most, tl.max(scores, 1))
-        # a row that has seen no key yet keeps -inf: subtract 0 then, so that no NaN arises
-        pivot = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(scores - pivot[:, None])
-        shrink = tl.exp2(most - pivot)
-        total = total * shrink + tl.sum(p, 1)
-        value = tl.load(cache + half + cell, mask=inside, other=0.0).to(q.dtype)
-        acc = tl.dot(p.to(q.dtype), value, acc * shrink[:, None], input_precision="ieee")
-        most = higher
+        key = _seen(cache + cell, at < end, d < D, MASKED or D < BLOCK_D)
+        value = _seen(cache + half + cell, at < end, d < D, MASKED or D < BLOCK_D)
+        visible = (at[None, :] <= limit[:, None]) & (at[None, :] > after[:, None]) & (at < end)[None, :]
+        acc, most, total = _more(q, acc, most, total, key, value, visible, scale, MASKED)
     return acc, most, total
 
 
@@ -91,8 +110,8 @@ def _decode(
         limit = tl.zeros((BLOCK_H,), dtype=tl.int32) + (length - 1)
         end = tl.minimum(length, (split + 1) * each)
         acc, most, total = _attend(
-            tile, acc, most, total, cache, pages + row * pages_stride, half, split * each, end, limit, scale,
-            KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES,
+            tile, acc, most, total, cache, pages + row * pages_stride, half, split * each, end, limit - length, limit,
+            scale, KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, True,
         )  # fmt: skip
         if active > 1:
             base = (row * KV + head) * SPLITS
@@ -109,7 +128,7 @@ def _decode(
                     more = tl.load(part_total + (base + part) * BLOCK_H + h, cache_modifier=".cg")
                     added = tl.load(part_acc + (base + part) * (BLOCK_H * BLOCK_D) + cell, cache_modifier=".cg")
                     higher = tl.maximum(most, other)
-                    old, new = tl.exp2(most - higher), tl.exp2(other - higher)
+                    old, new = tl.exp2((most - higher) * scale), tl.exp2((other - higher) * scale)
                     acc = acc * old[:, None] + added * new[:, None]
                     total = total * old + more * new
                     most = higher
@@ -151,10 +170,62 @@ def _prefill(
         most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         end = before + tl.minimum(length, first + QUERIES)
+        common = (before + first + 1) // BLOCK_S * BLOCK_S  # keys that every query of the tile sees
+        table, none = pages + row.to(tl.int64) * pages_stride, token * 0 - 1
         acc, most, total = _attend(
-            tile, acc, most, total, cache, pages + row.to(tl.int64) * pages_stride, half, 0, end, before + token, scale,
-            KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES,
+            tile, acc, most, total, cache, table, half, 0, common, none, before + token, scale,
+            KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, False,
         )  # fmt: skip
+        acc, most, total = _attend(
+            tile, acc, most, total, cache, table, half, common, end, none, before + token, scale,
+            KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, True,
+        )  # fmt: skip
+        value = acc / total[:, None]
+        tl.store(out + index * (HEADS * D) + query[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=in_q)
+
+
+@triton.jit
+def _block(
+    q, k, v, cache, sinks, starts, past, pages, out,
+    q_stride, k_stride, v_stride, half, pages_stride, scale, reach,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
+    CAUSAL: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_W: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A drafter's block over `past` keys of its context, the last `reach` of them for its first query, and itself."""
+    SHARE: tl.constexpr = HEADS // KV
+    head, row = tl.program_id(1), tl.program_id(2)
+    m, d, w = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
+    in_d = d < D
+    wait()
+    release()
+    start, before = tl.load(starts + row), tl.load(past + row)
+    length = tl.load(starts + row + 1) - start
+    first = tl.program_id(0) * QUERIES
+    if first < length:
+        token, query = first + m // SHARE, head * SHARE + m % SHARE
+        in_q = ((token < length) & (m < QUERIES * SHARE))[:, None] & in_d[None, :]
+        index = (start + token).to(tl.int64)[:, None]
+        tile = tl.load(q + index * q_stride + query[:, None] * D + d[None, :], mask=in_q, other=0.0)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        if SINKS:  # one more logit, without a value
+            sink = tl.load(sinks + query, mask=m < QUERIES * SHARE, other=0.0).to(tl.float32)
+            most, total = sink * 1.4426950408889634 / scale, total + 1.0
+        earliest = tl.maximum(before - reach + first, -1)
+        acc, most, total = _attend(
+            tile, acc, most, total, cache, pages + row.to(tl.int64) * pages_stride, half,
+            (earliest + 1) // BLOCK_S * BLOCK_S, before, before - reach + token, token * 0 + before, scale,
+            KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, True,
+        )  # fmt: skip
+        own = (start + w).to(tl.int64)[:, None]
+        key = _seen(k + own * k_stride + head * D + d[None, :], w < length, in_d, True)
+        value = _seen(v + own * v_stride + head * D + d[None, :], w < length, in_d, True)
+        visible = (w < length)[None, :] & (m >= 0)[:, None]
+        if CAUSAL:
+            visible = visible & (w[None, :] <= token[:, None])
+        acc, most, total = _more(tile, acc, most, total, key, value, visible, scale, True)
         value = acc / total[:, None]
         tl.store(out + index * (HEADS * D) + query[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=in_q)
 
@@ -202,5 +273,28 @@ def attention(q: Tensor, cache: Tensor, rows: Rows) -> Tensor:
         q, cache, rows.past, rows.pages, out, part_acc, part_most, part_total, counters(q.device, count * kv),
         q.stride(0), cache.stride(0), rows.pages.stride(0), scale,
         heads, kv, dim, page, splits, block_h, block_d, block_s, 3, num_warps=4, **OPTIONS,
+    )  # fmt: skip
+    return out
+
+
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, rows: Rows, causal: bool, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """See ops.block_attention."""
+    (count, heads, dim), (_, _, page, kv, _) = q.shape, cache.shape
+    assert rows.pages is not None and cache[0].is_contiguous()
+    assert all(t[:1].is_contiguous() for t in (q, k, v))
+    out = torch.empty(count, heads, dim, dtype=q.dtype, device=q.device)
+    if not count:
+        return out
+    longest, share = max(rows.lens), heads // kv
+    queries = max(1, min(longest, 64 // share))
+    _block[(triton.cdiv(longest, queries), kv, len(rows.lens))](
+        q, k, v, cache, sinks, rows.starts, rows.past, rows.pages, out,
+        q.stride(0), k.stride(0), v.stride(0), cache.stride(0), rows.pages.stride(0), dim**-0.5 * _LOG2E,
+        2**30 if window is None else window,
+        heads, kv, dim, page, queries, causal, sinks is not None, max(16, triton.next_power_of_2(queries * share)),
+        max(16, triton.next_power_of_2(dim)), 64, max(16, triton.next_power_of_2(longest)), 3,
+        num_warps=4, **OPTIONS,
     )  # fmt: skip
     return out

@@ -38,7 +38,7 @@ def _convolve(
             at = t + tap - REACH
             inside = in_c[None, :] & (at < length)[:, None]
             value = tl.load(line + at[:, None] * x_stride + c[None, :], mask=inside & (at >= 0)[:, None], other=0.0)
-            if STATE and tap < REACH:
+            if STATE and tap < REACH:  # noqa: SIM102, the inner condition is the device's
                 if first == 0:
                     before = inside & (at < 0)[:, None] & (fresh == 0)
                     old = tl.load(window + (at + REACH)[:, None] * C + c[None, :], mask=before, other=0.0)
@@ -48,17 +48,18 @@ def _convolve(
         made = (acc * tl.sigmoid(acc)).to(out.dtype.element_ty)
         cell = (start + t).to(tl.int64)[:, None] * C + c[None, :]
         tl.store(out + cell, made, mask=in_c[None, :] & (t < length)[:, None])
-        if STATE and MOVE:
+        if STATE and MOVE:  # noqa: SIM102
             if first == 0:
-                tap = tl.arange(0, TAPS)
-                at = length - REACH + tap
-                inside = in_c[None, :] & (tap < REACH)[:, None]
-                seen = tl.load(line + at[:, None] * x_stride + c[None, :], mask=inside & (at >= 0)[:, None], other=0.0)
-                before = inside & (at < 0)[:, None] & (fresh == 0)
-                old = tl.load(window + (tap + length)[:, None] * C + c[None, :], mask=before, other=0.0)
-                column = tl.where((at < 0)[:, None], old, seen.to(old.dtype))
+                i = tl.arange(0, TAPS)
+                newer = length - REACH + i
+                kept = in_c[None, :] & (i < REACH)[:, None]
+                known = kept & (newer < 0)[:, None] & (fresh == 0)
+                shifted = tl.load(window + (i + length)[:, None] * C + c[None, :], mask=known, other=0.0)
+                own = kept & (newer >= 0)[:, None]
+                seen = tl.load(line + newer[:, None] * x_stride + c[None, :], mask=own, other=0.0)
+                column = tl.where((newer < 0)[:, None], shifted, seen.to(shifted.dtype))
                 tl.debug_barrier()  # the old window is read
-                tl.store(window + tap[:, None] * C + c[None, :], column, mask=inside)
+                tl.store(window + i[:, None] * C + c[None, :], column, mask=kept)
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, rows: Rows) -> Tensor:

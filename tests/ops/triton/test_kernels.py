@@ -6,6 +6,7 @@ from torch import Tensor
 
 from leyden.formats import Weight
 from leyden.ops.reference import attention as reference_attention
+from leyden.ops.reference import draft as reference_draft
 from leyden.ops.reference import linear as reference_linear
 from leyden.ops.reference import mamba as reference_mamba
 from leyden.ops.reference import moe as reference_moe
@@ -250,3 +251,12 @@ def test_attention(draw, device: str, heads: int, kv: int, dim: int, lens: list[
     attention.kv_write(k, v, cache, batch)
     assert torch.equal(cache, wanted_cache)
     close(attention.attention(q, cache, batch), reference_attention.attention(q, cache, batch))
+
+
+@pytest.mark.parametrize(("causal", "window", "sinks"), [(False, None, False), (True, 5, True), (False, 100, True)])
+def test_block_attention(draw, device: str, causal: bool, window: int | None, sinks: bool):
+    """Blocks of a drafter, one of them without a context."""
+    batch = rows(device, past=[0, 70, 9], lens=[5, 3, 1], tokens=80)
+    q, k, v = draw(9, 6, 8), draw(9, 2, 8), draw(9, 2, 8)
+    arguments = (q, k, v, draw(2, 3 * 20 + 1, 4, 2, 8), batch, causal, window, draw(6) if sinks else None)
+    close(attention.block_attention(*arguments), reference_draft.block_attention(*arguments))
