@@ -1,4 +1,4 @@
-"""Grouped-query attention over KV pages: split-KV for rows of one token, query tiles for longer rows.
+"""Grouped-query attention over KV pages: split-KV for rows of few tokens, query tiles for longer rows.
 
 All query heads of a KV head share a tile, so keys and values are read once per KV head. Softmax in base 2, fp32.
 """
@@ -12,6 +12,7 @@ from leyden.ops.rows import Rows
 from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
 
 _LOG2E = 1.4426950408889634
+_FEW = 8  # tokens of a row whose queries are one tile
 
 
 @triton.jit
@@ -86,61 +87,67 @@ def _attend(
 
 @triton.jit
 def _decode(
-    q, cache, past, pages, out, part_acc, part_most, part_total, arrived,
+    q, cache, starts, past, pages, out, part_acc, part_most, part_total, arrived,
     q_stride, half, pages_stride, scale,
-    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one token. SPLITS programs share the keys of a row; the last one joins their parts, in their order."""
+    """Rows of up to TOKENS tokens, whose queries are one tile. SPLITS programs share the keys of a row; the last one
+    joins their parts, in their order."""
     SHARE: tl.constexpr = HEADS // KV
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    in_q = (h < SHARE)[:, None] & (d < D)[None, :]
-    length = tl.load(past + row) + 1
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    before = tl.load(past + row)
+    first, count = row, 1
+    if TOKENS > 1:
+        first = tl.load(starts + row).to(tl.int64)
+        count = tl.load(starts + row + 1) - first.to(tl.int32)
+    token, query = m // SHARE, head * SHARE + m % SHARE
+    in_q = (token < count)[:, None] & (d < D)[None, :]
+    length = before + count
     each = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_S) * BLOCK_S
     active = tl.cdiv(length, each)
     wait()
     release()
     if split < active:
-        query = head * SHARE + h
-        tile = tl.load(q + row * q_stride + query[:, None] * D + d[None, :], mask=in_q, other=0.0)
-        acc = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
-        most = tl.full((BLOCK_H,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((BLOCK_H,), dtype=tl.float32)
-        limit = tl.zeros((BLOCK_H,), dtype=tl.int32) + (length - 1)
+        tile = tl.load(q + (first + token)[:, None] * q_stride + query[:, None] * D + d[None, :], mask=in_q, other=0.0)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         end = tl.minimum(length, (split + 1) * each)
         acc, most, total = _attend(
-            tile, acc, most, total, cache, pages + row * pages_stride, half, split * each, end, limit - length, limit,
-            scale, KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, True,
+            tile, acc, most, total, cache, pages + row * pages_stride, half, split * each, end, token * 0 - 1,
+            before + token, scale, KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, True,
         )  # fmt: skip
         if active > 1:
             base = (row * KV + head) * SPLITS
-            cell = h[:, None] * BLOCK_D + d[None, :]
-            tl.store(part_acc + (base + split) * (BLOCK_H * BLOCK_D) + cell, acc)
-            tl.store(part_most + (base + split) * BLOCK_H + h, most)
-            tl.store(part_total + (base + split) * BLOCK_H + h, total)
+            cell = m[:, None] * BLOCK_D + d[None, :]
+            tl.store(part_acc + (base + split) * (BLOCK_M * BLOCK_D) + cell, acc)
+            tl.store(part_most + (base + split) * BLOCK_M + m, most)
+            tl.store(part_total + (base + split) * BLOCK_M + m, total)
             if arrive(arrived + row * KV + head, active):
-                acc = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
-                most = tl.full((BLOCK_H,), float("-inf"), dtype=tl.float32)
-                total = tl.zeros((BLOCK_H,), dtype=tl.float32)
+                acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+                most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+                total = tl.zeros((BLOCK_M,), dtype=tl.float32)
                 for part in range(active):
-                    other = tl.load(part_most + (base + part) * BLOCK_H + h, cache_modifier=".cg")
-                    more = tl.load(part_total + (base + part) * BLOCK_H + h, cache_modifier=".cg")
-                    added = tl.load(part_acc + (base + part) * (BLOCK_H * BLOCK_D) + cell, cache_modifier=".cg")
+                    other = tl.load(part_most + (base + part) * BLOCK_M + m, cache_modifier=".cg")
+                    more = tl.load(part_total + (base + part) * BLOCK_M + m, cache_modifier=".cg")
+                    added = tl.load(part_acc + (base + part) * (BLOCK_M * BLOCK_D) + cell, cache_modifier=".cg")
                     higher = tl.maximum(most, other)
-                    old, new = tl.exp2((most - higher) * scale), tl.exp2((other - higher) * scale)
+                    pivot = tl.where(higher == float("-inf"), 0.0, higher)  # no key of either part is for this query
+                    old, new = tl.exp2((most - pivot) * scale), tl.exp2((other - pivot) * scale)
                     acc = acc * old[:, None] + added * new[:, None]
                     total = total * old + more * new
                     most = higher
-                _write(acc, total, out, row, query, d, in_q, HEADS, D)
+                _write(acc, total, out, first + token, query, d, in_q, HEADS, D)
         else:
-            _write(acc, total, out, row, query, d, in_q, HEADS, D)
+            _write(acc, total, out, first + token, query, d, in_q, HEADS, D)
 
 
 @triton.jit
-def _write(acc, total, out, row, query, d, in_q, HEADS: tl.constexpr, D: tl.constexpr):
+def _write(acc, total, out, index, query, d, in_q, HEADS: tl.constexpr, D: tl.constexpr):
     value = acc / total[:, None]
-    tl.store(out + row * (HEADS * D) + query[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=in_q)
+    tl.store(out + index[:, None] * (HEADS * D) + query[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=in_q)
 
 
 @triton.jit
@@ -252,27 +259,27 @@ def attention(q: Tensor, cache: Tensor, rows: Rows) -> Tensor:
     if not count:
         return out
     block_d, scale = max(16, triton.next_power_of_2(dim)), dim**-0.5 * _LOG2E
-    longest = max(rows.lens)
-    if longest > 1:
-        share = heads // kv
+    longest, share, number = max(rows.lens), heads // kv, len(rows.lens)
+    if longest > _FEW:
         queries = max(1, 128 // share)
         block_m = max(16, triton.next_power_of_2(queries * share))
-        _prefill[(triton.cdiv(longest, queries), kv, len(rows.lens))](
+        _prefill[(triton.cdiv(longest, queries), kv, number)](
             q, cache, rows.starts, rows.past, rows.pages, out,
             q.stride(0), cache.stride(0), rows.pages.stride(0), scale,
             heads, kv, dim, page, queries, block_m, block_d, 64, 3, num_warps=8, **OPTIONS,
         )  # fmt: skip
         return out
-    block_h, block_s = max(16, triton.next_power_of_2(heads // kv)), 64
+    block_m, block_s = max(16, triton.next_power_of_2(longest * share)), 64
     reach = triton.cdiv(rows.pages.shape[1] * page, block_s)  # tiles of keys that a row can have at most
-    splits = max(1, min(32, reach, triton.cdiv(264, count * kv)))
-    parts = count * kv * splits
-    part_acc = torch.empty(parts, block_h, block_d, dtype=torch.float32, device=q.device)
-    part_most, part_total = torch.empty(2, parts, block_h, dtype=torch.float32, device=q.device)
-    _decode[(splits, kv, count)](
-        q, cache, rows.past, rows.pages, out, part_acc, part_most, part_total, counters(q.device, count * kv),
-        q.stride(0), cache.stride(0), rows.pages.stride(0), scale,
-        heads, kv, dim, page, splits, block_h, block_d, block_s, 3, num_warps=4, **OPTIONS,
+    splits = max(1, min(32, reach, triton.cdiv(264, number * kv)))
+    parts = number * kv * splits
+    part_acc = torch.empty(parts, block_m, block_d, dtype=torch.float32, device=q.device)
+    part_most, part_total = torch.empty(2, parts, block_m, dtype=torch.float32, device=q.device)
+    _decode[(splits, kv, number)](
+        q, cache, rows.starts, rows.past, rows.pages, out, part_acc, part_most, part_total,
+        counters(q.device, number * kv), q.stride(0), cache.stride(0), rows.pages.stride(0), scale,
+        heads, kv, dim, page, longest, splits, block_m, block_d, block_s, 3,
+        num_warps=4 if block_m <= 64 else 8, **OPTIONS,
     )  # fmt: skip
     return out
 

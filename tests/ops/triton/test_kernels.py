@@ -239,7 +239,7 @@ def test_ssd_scan(draw, device: str, dtype: torch.dtype):
     assert (got.float() - wanted).norm() < off * wanted.norm()
 
 
-@pytest.mark.parametrize("lens", [None, [3, 1, 17, 9]])
+@pytest.mark.parametrize("lens", [None, [3, 1, 17, 9], [4, 1, 3, 2]])
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(6, 2, 8), (4, 1, 16)])
 def test_attention(draw, device: str, heads: int, kv: int, dim: int, lens: list[int] | None):
     batch = rows(device, past=[0, 250, 30, 7], lens=lens, tokens=280)
