@@ -140,7 +140,7 @@ def route(
     if count == 0:
         return ids, weights
     if count > ROUTE_ROWS:
-        logits = F.linear(x.float(), gate)
+        logits = _many_logits(x, gate)
         _select[(triton.cdiv(count, 4),)](
             logits, bias, ids, weights, count, scale, experts, k, groups, kept, normalize, 4, block_e, block_c,
             num_warps=4, **OPTIONS,
@@ -157,6 +157,18 @@ def route(
         num_warps=4, **OPTIONS,
     )  # fmt: skip
     return ids, weights
+
+
+def _many_logits(x: Tensor, gate: Tensor) -> Tensor:
+    """x gate^T, fp32 [T, E]. 16-bit activations are exact operands of the tensor cores; the gate is one as the sum of
+    three: 24 bits of a value in three times 8. Sums are fp32, as they are in a product of fp32 operands."""
+    if x.dtype != torch.bfloat16 or not x.is_cuda:
+        return F.linear(x.float(), gate)
+    parts, rest = [], gate
+    for _ in range(3):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1].float()
+    return torch.mm(x, torch.cat(parts).t(), out_dtype=torch.float32).unflatten(1, (3, -1)).sum(1)
 
 
 @triton.jit
