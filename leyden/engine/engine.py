@@ -12,7 +12,7 @@ from leyden import log
 from leyden.cache import saved
 from leyden.cache.pool import NO_DRAFTER, Pool
 from leyden.cache.store import Store
-from leyden.config.engine import EngineConfig
+from leyden.config.engine import CAPTURE_SIZES, EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
 from leyden.engine.grammar import Allowed, Compiler, Grammars
@@ -58,10 +58,12 @@ class Engine:
         cache_save_interval: float = 0,
         drafter: Drafter | None = None,
         coupled: bool = False,
+        capture_sizes: tuple[int, ...] = CAPTURE_SIZES,
         **limits: Any,
     ):
         """`tokenizer` is called when the first request with a grammar comes. `drafter` has room in the pool if `split`
         knows of it; `coupled`: its drafts are drawn with the noise of the tokens that they guess.
+        capture_sizes: EngineConfig's, of the steps on CUDA.
 
         With `cache_dir` the cache is read from there now, and saved at close() and every `cache_save_interval` seconds.
         """
@@ -97,7 +99,7 @@ class Engine:
         pool = Pool(model.config, shape, device)
         store = Store(pool, split.host_slots, split.host_pages) if split.host_slots else None
         sampler = Sampler(shape.slots, model.config.vocab_size, device, shape.draft.width)
-        self.runner = Runner(model, pool, sampler, drafter, coupled, store)
+        self.runner = Runner(model, pool, sampler, drafter, coupled, store, capture_sizes)
         eos = self.config.eos_token_ids
         self.grammars = Grammars(Compiler(tokenizer, self.config.vocab_size, eos), self.config.vocab_size, eos)
         self._overlap = overlap
@@ -140,6 +142,7 @@ class Engine:
             model,
             split,
             drafter=drafter,
+            capture_sizes=config.capture_sizes,
             coupled=drafting is not None and drafting.draft_sample_method == "probabilistic",
             tokenizer=lambda: Tokenizer.from_folder(texts),
             overlap=device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from leyden.cache.pool import Pool
 from leyden.cache.store import Store
+from leyden.config.engine import CAPTURE_SIZES
 from leyden.engine.batch import build
 from leyden.engine.capture import graphs
 from leyden.engine.drafting import Drafting
@@ -30,6 +31,7 @@ class Runner:
         drafter: Drafter | None = None,
         coupled: bool = False,
         store: Store | None = None,
+        capture_sizes: tuple[int, ...] = CAPTURE_SIZES,
     ):
         """`coupled`: drafts are drawn with the noise of the tokens that they guess, not the most likely ones. `store`
         is the tier of host memory."""
@@ -38,7 +40,7 @@ class Runner:
         self.store = store
         self.sampler = sampler
         self.drafting = None if drafter is None else Drafting(drafter, model, pool, sampler, coupled)
-        self.graphs = graphs(model, pool, sampler)
+        self.graphs = graphs(model, pool, sampler, capture_sizes)
 
     @torch.inference_mode()
     def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None] = lambda rows: None) -> "StepOutput":

@@ -147,7 +147,8 @@ def _decode(
 @triton.jit
 def _write(acc, total, out, index, query, d, in_q, HEADS: tl.constexpr, D: tl.constexpr):
     value = acc / total[:, None]
-    tl.store(out + index[:, None] * (HEADS * D) + query[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=in_q)
+    cell = index[:, None] * (HEADS * D) + query[:, None] * D + d[None, :]
+    tl.store(out + cell, value.to(out.dtype.element_ty), mask=in_q)
 
 
 @triton.jit

@@ -154,7 +154,8 @@ def _pick(
         greedy = heat < 1e-5
         heat = tl.where(greedy, 1.0, heat)
         seed, position = tl.load(seeds + row * ints_stride), tl.load(positions + row).to(tl.int32)
-        most, pivot, top, least = _best(logits + row * V, tile * TILE, tile * TILE + TILE, V, out, heat, seed, position, BLOCK)
+        first = tile * TILE
+        most, pivot, top, least = _best(logits + row * V, first, first + TILE, V, out, heat, seed, position, BLOCK)
         own = row * TILES + tile
         tl.store(part_scores + own, most)
         tl.store(part_keys + own * 3, pivot)
