@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import random
+import re
 import time
 
+import httpx
 import openai
 import pytest
 
@@ -28,22 +30,21 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
-def served(request, folder):
-    """(engine, URL) of a server with few slots and pages, so that requests queue and preempt each other."""
-    config = EngineConfig(
-        model=str(folder),
-        max_num_seqs=12,
-        max_model_len=512,
-        kv_cache_memory_bytes=4 << 20,
-        async_scheduling=request.param,
-    )
-    engine = Engine.load(config)
+@contextlib.contextmanager
+def server(folder, **fields):
+    engine = Engine.load(EngineConfig(model=str(folder), max_model_len=512, kv_cache_memory_bytes=4 << 20, **fields))
     tokenizer = Tokenizer.from_folder(folder)
     template = ChatTemplate.from_folder(folder, tokenizer)
     app = build(ServerConfig(), EngineClient(InThread(engine)), tokenizer, template, model="tiny")
     with running(app) as url:
         yield engine, url
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def served(request, folder):
+    """(engine, URL) of a server with few slots and pages, so that requests queue and preempt each other."""
+    with server(folder, max_num_seqs=12, async_scheduling=request.param) as started:
+        yield started
 
 
 def messages(i):
@@ -96,6 +97,32 @@ def test_32_streams_at_once_finish_right(served):
 
     asyncio.run(all_of_them())
     settled(engine)
+
+
+def test_D29b_20_requests_share_two_slots(folder):
+    async def all_of_them(url):
+        running, done = [], asyncio.Event()
+
+        async def watch(client):
+            while not done.is_set():
+                text = (await client.get(f"{url}/metrics")).text
+                running.append(float(re.search(r"^vllm:num_requests_running{.*} (\S+)$", text, re.MULTILINE)[1]))
+
+        async with httpx.AsyncClient() as http, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="null") as client:
+            watching = asyncio.create_task(watch(http))
+            asked = (
+                client.chat.completions.create(model="tiny", messages=messages(i), max_tokens=30) for i in range(20)
+            )
+            answers = await asyncio.gather(*asked)
+            done.set()
+            await watching
+        return answers, running
+
+    with server(folder, max_num_seqs=2) as (engine, url):
+        answers, running = asyncio.run(all_of_them(url))
+        assert len(answers) == 20 and all(answer.usage.completion_tokens for answer in answers)
+        assert max(running) == 2
+        settled(engine)
 
 
 def test_200_disconnects_leave_nothing_behind(served):

@@ -1,13 +1,18 @@
-"""The bytes of the tier: pages and states in host memory, and their way to the device and back.
+"""The bytes of the tier: pages and states behind the device's memory, and their way there and back.
 
     pages    [places, bytes of a page]: one page of all attention layers, in one piece
     states   [places, bytes of a state]: one state of all Mamba layers, likewise
 
 On CUDA the memory is pinned and the transfers run on a stream of their own, behind the steps: what goes out is gathered
 on the device first, so the step may write at once to where it was; what comes in is waited for by the device alone. On
-the CPU there is nothing to wait for: the tier is a second pool. Place 0 is never used, as in the pool.
+the CPU, whose memory the pool itself is in, the tier is a file without a name in the folder for temporary files: the
+system keeps in memory what fits and writes out the rest, and the file is gone with the process. Place 0 is never used,
+as in the pool.
 """
 
+import mmap
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +21,7 @@ import torch
 from torch import Tensor
 
 from leyden.cache.pool import Pool
+from leyden.errors import ConfigError
 from leyden.types import Moves
 
 Pairs = Sequence[tuple[int, int]]
@@ -41,7 +47,9 @@ class Store:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
         def empty(places: int, width: int) -> Tensor:
-            return torch.empty(places + 1, width, dtype=torch.uint8, pin_memory=self._stream is not None)
+            if self._stream is None:
+                return _in_a_file(places + 1, width)
+            return torch.empty(places + 1, width, dtype=torch.uint8, pin_memory=True)
 
         self.pages = empty(pages, sum(page_bytes(pool)))
         self.states = empty(slots, sum(state_bytes(pool)))
@@ -90,6 +98,21 @@ class Store:
             array[first : first + count].copy_(rows[start : start + count], non_blocking=True)
         if self._stream is not None:
             rows.record_stream(self._stream)
+
+
+def _in_a_file(places: int, width: int) -> Tensor:
+    """uint8 [places, width]. Raises ConfigError where there is no room: now, not when the last page is written."""
+    size = max(1, places * width)
+    with tempfile.TemporaryFile() as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            where = f"no room for a file of {size / 2**30:.1f} GiB in {tempfile.gettempdir()}"
+            raise ConfigError(
+                f"--kv-offloading-size: {where} ({error.strerror}); ask for less, or set TMPDIR to a folder with more"
+            ) from None
+        mapped = mmap.mmap(file.fileno(), 0)
+    return torch.frombuffer(mapped, dtype=torch.uint8, count=places * width).view(places, width)
 
 
 def page_bytes(pool: Pool) -> tuple[int, ...]:

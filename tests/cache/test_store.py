@@ -1,8 +1,12 @@
+import errno
+import os
+
 import pytest
 import torch
 
 from leyden.cache.pool import Pool, PoolShape
 from leyden.cache.store import Store
+from leyden.errors import ConfigError
 from leyden.types import Moves
 from tests.engine.conftest import TINY
 
@@ -60,3 +64,12 @@ def test_step_after_step_through_the_same_places(device):
         made.kv[:, :, 1].fill_(-1)
         store.write(store.read(Moves(pages_in=[(1 + i % 2, 3)])))
         assert torch.equal(made.kv[:, :, 3], page)
+
+
+def test_no_room_for_the_file(monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match="--kv-offloading-size: no room for a file of .*TMPDIR"):
+        Store(pool(torch.float32, "cpu"), 2, 2)

@@ -20,6 +20,7 @@ from leyden.config.engine import EngineConfig
 from leyden.config.launch import Launch
 from leyden.config.server import ServerConfig
 from leyden.errors import ConfigError
+from leyden.testing import drafters
 from leyden.testing.checkpoints import tiny
 from tests.config.test_launch import commands
 
@@ -132,15 +133,26 @@ def program(*argv: str) -> Iterator[Program]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny(folder)
-    return str(folder)
+    """A target with an MTP module; beside it the folders "dflash" and "dspark" with drafters for it."""
+    folder = tmp_path_factory.mktemp("models")
+    config = tiny(folder / "target", "mtp")
+    for method in ("dflash", "dspark"):
+        drafters.tiny(folder / method, config, method)
+    return str(folder / "target")
+
+
+def local(word: str, checkpoint: str) -> str:
+    """`word` of a published command, or the folder here in the place of a model's name."""
+    if not word.startswith("nvidia/"):
+        return word
+    drafter = next((name for name in ("DFlash", "DSpark") if word.endswith(name)), "")
+    return str(Path(checkpoint).with_name(drafter.lower())) if drafter else checkpoint
 
 
 @pytest.mark.parametrize("name", commands())
 def test_published_command_serves(name: str, checkpoint: str):
-    argv = [checkpoint if word.startswith("nvidia/") else word for word in commands()[name]]
-    argv = [*argv, "--host", "127.0.0.1", "--port", "0", "--device", "cpu", "--kv-cache-memory-bytes", "64m"]
+    argv = [*(local(word, checkpoint) for word in commands()[name])]
+    argv += ["--host", "127.0.0.1", "--port", "0", "--device", "cpu", "--kv-cache-memory-bytes", "64m"]
     with program(*argv) as running:
         url = running.wait_for(r"running on (http://\S+)")[1]
         told = [line.split(": ", 1)[1] for line in running.log if " W leyden.cli.serve: " in line]
