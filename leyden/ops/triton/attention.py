@@ -90,7 +90,8 @@ def _decode(
     q, cache, starts, past, pages, out, part_acc, part_most, part_total, arrived,
     q_stride, half, pages_stride, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows of up to TOKENS tokens, whose queries are one tile. SPLITS programs share the keys of a row; the last one
     joins their parts, in their order."""
@@ -126,19 +127,19 @@ def _decode(
             tl.store(part_most + (base + split) * BLOCK_M + m, most)
             tl.store(part_total + (base + split) * BLOCK_M + m, total)
             if arrive(arrived + row * KV + head, active):
+                # the weights of all parts first: then nothing but a sum waits for a part
+                part = tl.arange(0, BLOCK_P)
+                of = (base + part)[:, None] * BLOCK_M + m[None, :]
+                here = (part < active)[:, None]
+                mosts = tl.load(part_most + of, mask=here, other=float("-inf"), cache_modifier=".cg")
+                totals = tl.load(part_total + of, mask=here, other=0.0, cache_modifier=".cg")
+                most = tl.max(mosts, 0)
+                total = tl.sum(tl.exp2((mosts - most[None, :]) * scale) * totals, 0)
                 acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-                most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-                total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-                for part in range(active):
-                    other = tl.load(part_most + (base + part) * BLOCK_M + m, cache_modifier=".cg")
-                    more = tl.load(part_total + (base + part) * BLOCK_M + m, cache_modifier=".cg")
-                    added = tl.load(part_acc + (base + part) * (BLOCK_M * BLOCK_D) + cell, cache_modifier=".cg")
-                    higher = tl.maximum(most, other)
-                    pivot = tl.where(higher == float("-inf"), 0.0, higher)  # no key of either part is for this query
-                    old, new = tl.exp2((most - pivot) * scale), tl.exp2((other - pivot) * scale)
-                    acc = acc * old[:, None] + added * new[:, None]
-                    total = total * old + more * new
-                    most = higher
+                for i in tl.range(0, active, loop_unroll_factor=4):
+                    added = tl.load(part_acc + (base + i) * (BLOCK_M * BLOCK_D) + cell, cache_modifier=".cg")
+                    own = tl.load(part_most + (base + i) * BLOCK_M + m, cache_modifier=".cg")
+                    acc += added * tl.exp2((own - most) * scale)[:, None]
                 _write(acc, total, out, first + token, query, d, in_q, HEADS, D)
         else:
             _write(acc, total, out, first + token, query, d, in_q, HEADS, D)
@@ -279,7 +280,7 @@ def attention(q: Tensor, cache: Tensor, rows: Rows) -> Tensor:
     _decode[(splits, kv, number)](
         q, cache, rows.starts, rows.past, rows.pages, out, part_acc, part_most, part_total,
         counters(q.device, number * kv), q.stride(0), cache.stride(0), rows.pages.stride(0), scale,
-        heads, kv, dim, page, longest, splits, block_m, block_d, block_s, 3,
+        heads, kv, dim, page, longest, splits, block_m, block_d, block_s, triton.next_power_of_2(splits), 3,
         num_warps=4 if block_m <= 64 else 8, **OPTIONS,
     )  # fmt: skip
     return out

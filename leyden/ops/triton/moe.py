@@ -149,6 +149,8 @@ def route(
     block_m = min(8, triton.next_power_of_2(count))
     each = 1 if count <= 8 else 4
     block_h = 512 if block_m * each <= 8 else 128
+    if count == 1:  # a whole row of the gate is on its way before the wait
+        block_h = min(4096, triton.next_power_of_2(hidden))
     blocks = triton.cdiv(count, block_m)
     logits = torch.empty(count, experts, dtype=torch.float32, device=x.device)
     _route[(triton.cdiv(experts, each), blocks)](

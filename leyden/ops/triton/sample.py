@@ -16,7 +16,9 @@ from torch import Tensor
 
 from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
 
-_TURNS = 4  # of _pick and _weigh; what is not done by then is done by one program, however long it takes
+# Turns of _pick and _weigh, for few rows and for many; what is not done by then is done by one program, however long it
+# takes. With top_p 0.95 that is one row in 8,000, or in 160,000.
+_TURNS = (3, 4)
 _PROGRAMS = 528
 _BORDERS = 64  # of the search for top_k, in one turn
 _LOWEST = tl.constexpr(-(2**63))
@@ -267,7 +269,8 @@ def sample(
     totals, parts = (torch.empty(count, n, dtype=torch.float32, device=device) for n in (1, tiles * 2))
     (heat, p, least), (k, seeds) = floats, ints
     grid = (tiles, count)
-    for turn in range(_TURNS):
+    turns = _TURNS[count > 8]
+    for turn in range(turns):
         _pick[grid](
             logits, heat, k, p, least, seeds, position, floats_stride, ints_stride,
             parts, part_keys, arrived, keys, phases, totals, ids, vocabulary,
@@ -276,7 +279,7 @@ def sample(
         _weigh[grid](
             logits, heat, k, p, seeds, position, floats_stride, ints_stride,
             parts, part_counts, arrived, keys, phases, totals, ids, vocabulary,
-            turn == _TURNS - 1, tile, tiles, min(tile, 1024), block_t, _BORDERS, num_warps=4, **OPTIONS,
+            turn == turns - 1, tile, tiles, min(tile, 1024), block_t, _BORDERS, num_warps=4, **OPTIONS,
         )  # fmt: skip
     return ids
 
