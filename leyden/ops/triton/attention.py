@@ -136,7 +136,7 @@ def _decode(
                 most = tl.max(mosts, 0)
                 total = tl.sum(tl.exp2((mosts - most[None, :]) * scale) * totals, 0)
                 acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-                for i in tl.range(0, active, loop_unroll_factor=4):
+                for i in tl.range(0, active, loop_unroll_factor=4 if BLOCK_M == 16 else 1):
                     added = tl.load(part_acc + (base + i) * (BLOCK_M * BLOCK_D) + cell, cache_modifier=".cg")
                     own = tl.load(part_most + (base + i) * BLOCK_M + m, cache_modifier=".cg")
                     acc += added * tl.exp2((own - most) * scale)[:, None]
