@@ -1,7 +1,7 @@
 """The kernels for CUDA, in Triton: importing this module registers them."""
 
 from leyden import ops
-from leyden.ops.triton import attention, conv, linear, moe, norm, sample, scan, ssm, table
+from leyden.ops.triton import attention, conv, linear, moe, norm, nvfp4, sample, scan, ssm, table
 
 for _op, _kernel in (
     (ops.begin, table.begin),
@@ -27,3 +27,10 @@ for _op, _kernel in (
     (ops.sample, sample.sample),
 ):
     _op.register("cuda", _kernel)
+for _op, _kernel in (
+    (ops.linear, nvfp4.linear_nvfp4),
+    (ops.mlp, nvfp4.mlp_nvfp4),
+    (ops.experts, nvfp4.experts_nvfp4),
+    (ops.moe, nvfp4.moe_nvfp4),
+):
+    _op.register("cuda", _kernel, "nvfp4")

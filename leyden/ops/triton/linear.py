@@ -110,15 +110,16 @@ def embed(tokens: Tensor, weight: Weight) -> Tensor:
 
 def linear(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """See ops.linear."""
-    return _product(x, weight.dense(), square=False, dtype=dtype or x.dtype)
+    return product(x, weight.dense(), square=False, dtype=dtype or x.dtype)
 
 
 def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
     """See ops.mlp."""
-    return _product(_product(x, up.dense(), True, x.dtype), down.dense(), False, x.dtype)
+    return product(product(x, up.dense(), True, x.dtype), down.dense(), False, x.dtype)
 
 
-def _product(x: Tensor, matrix: Tensor, square: bool, dtype: torch.dtype) -> Tensor:
+def product(x: Tensor, matrix: Tensor, square: bool, dtype: torch.dtype) -> Tensor:
+    """x [..., K] @ matrix [N, K]^T in `dtype`, then relu^2 if `square`."""
     rows = x.flatten(0, -2)
     count, size = len(rows), matrix.shape[0]
     if count == 0 or count > NARROW_ROWS or rows.stride(1) != 1 or not matrix.is_contiguous():

@@ -549,7 +549,7 @@ def few_rows(
         size, inner, shared, choices, splits, block_m, block_n, block_k, block_c, block_p, stages,
         num_warps=warps, **OPTIONS,
     )  # fmt: skip
-    return _combined(done, weights, count, size, splits)
+    return combined(done, weights, count, size, splits)
 
 
 def many_rows(
@@ -563,7 +563,7 @@ def many_rows(
     """shape: rows of x, rows and columns of a tile, stages, warps."""
     (count, choices), (total, inner, k), size = ids.shape, up.shape, down.shape[1]
     pairs = count * choices
-    order, offsets = _listed(ids, total)
+    order, offsets = listed(ids, total)
     mean = pairs / total
     block_m, block_n, block_k, stages, warps = shape or _grouped_shape(mean)
     h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
@@ -577,7 +577,7 @@ def many_rows(
         h, down, done, order, offsets, h.stride(0),
         inner, size, choices, False, block_m, block_n, block_k, stages, num_warps=warps, **OPTIONS,
     )  # fmt: skip
-    return _combined(done, weights, count, size, 0)
+    return combined(done, weights, count, size, 0)
 
 
 def _grouped_shape(mean: float) -> tuple[int, int, int, int, int]:
@@ -587,7 +587,7 @@ def _grouped_shape(mean: float) -> tuple[int, int, int, int, int]:
     return (32, 64, 64, 5, 4) if mean <= 20 else (64, 128, 64, 4, 4) if mean <= 64 else (128, 128, 64, 4, 8)
 
 
-def _listed(ids: Tensor, total: int) -> tuple[Tensor, Tensor]:
+def listed(ids: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """(choices by expert int32 [P], offsets int32 [E + 1])"""
     pairs = ids.numel()
     if pairs > 4096:
@@ -601,7 +601,7 @@ def _listed(ids: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return order, offsets
 
 
-def _combined(done: Tensor, weights: Tensor, count: int, size: int, splits: int) -> Tensor:
+def combined(done: Tensor, weights: Tensor, count: int, size: int, splits: int) -> Tensor:
     out = torch.empty(count, size, dtype=done.dtype, device=done.device)
     block = 1024 if count <= 128 else triton.next_power_of_2(size)
     grid = (triton.cdiv(size, block), count)
