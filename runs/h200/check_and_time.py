@@ -31,10 +31,11 @@ from torch import Tensor
 from leyden import ops
 from leyden.cache.pool import Pool, PoolShape
 from leyden.config.model import ModelConfig
+from leyden.formats.nvfp4 import NVFP4
 from leyden.model import checkpoint
 from leyden.model.context import Context
 from leyden.ops.rows import Rows
-from leyden.ops.triton import attention, conv, launch, linear, moe, scan, ssm
+from leyden.ops.triton import attention, conv, launch, linear, moe, nvfp4, scan, ssm
 
 CONFIG = ModelConfig(
     pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
@@ -823,6 +824,71 @@ def time_sample() -> None:
             each(f"sample R={count} {name}", [partial(ops.sample, row, one, few, p, zero, at, at) for row in logits])
 
 
+def four_bits(weight: Any) -> None:
+    """Random codes and scales in the place of a dense matrix, of about its size."""
+    weight.allot(NVFP4(), torch.device("cuda"))
+    parts = weight.parts
+    parts["weight"].random_(0, 256)
+    parts["weight_scale"].copy_(
+        torch.randint(0x30, 0x40, parts["weight_scale"].shape, device="cuda").to(torch.uint8).view(torch.float8_e4m3fn)
+    )
+    parts["weight_scale_2"].fill_(0.008)
+
+
+def four() -> None:
+    """Experts, shared experts and head in NVFP4, the rest in BF16. The model stays so."""
+    model, layers = MODEL[0], mixers("MoE")
+    head = model.lm_head
+    for m in layers:
+        for pair in (m.experts, m.shared_experts):
+            four_bits(pair.up_proj)
+            four_bits(pair.down_proj)
+    four_bits(head)
+    torch.cuda.empty_cache()
+    one = layers[0]
+    up, down, shared = one.experts.up_proj, one.experts.down_proj, one.shared_experts
+    matrices = up, down, shared.up_proj, shared.down_proj
+    verdict("nvfp4 decoded", float((nvfp4.decoded(up) != up.dense()).float().mean()), 0)
+    exact = [wide(w) for w in matrices]
+    for count in (1, 3, 8, 40, 200, 900):
+        x, w = randn(count, H), torch.rand(count, CHOICES, device="cuda")
+        ids = torch.rand(count, EXPERTS, device="cuda").topk(CHOICES).indices
+        got = ops.moe(x, ids, w, *matrices)
+        with ops.using("reference"):
+            wanted = ops.moe(x.float(), ids, w, *exact)
+        verdict(f"nvfp4 moe {count}", error(got, wanted), 8e-3)
+        wanted = x.float() @ exact[2].dense().t()
+        verdict(f"nvfp4 linear {count}", error(ops.linear(x, shared.up_proj, torch.float32), wanted), 1e-5)
+    del exact, wanted
+    torch.cuda.empty_cache()
+    size = prod(head.shape) * 9 / 16
+    for shape in ((16, 128, 4), (8, 128, 4), (16, 64, 4), (8, 64, 4), (32, 64, 4)):
+        x, out = randn(1, H), torch.empty(1, VOCABULARY, device="cuda")
+        each(f"nvfp4 head M=1 {shape}", [partial(nvfp4.vector, x, head, out, False, None, 0, shape)] * 4, size)
+        h, picked = torch.empty(CHOICES, EXPERT, dtype=BF, device="cuda"), torch.arange(CHOICES, device="cuda") * 7
+        runs = [partial(nvfp4.vector, x, m.experts.up_proj, h, True, picked, 0, shape) for m in layers]
+        each(f"nvfp4 up M=1 {shape}", runs, CHOICES * EXPERT * H * 9 / 16)
+    for count in (8, 32):
+        x = randn(count, H)
+        each(f"nvfp4 head M={count}", [partial(ops.linear, x, head, torch.float32)] * 4, size)
+    for count in (1, 8, 64, 256):
+        drawn = [torch.rand(count, EXPERTS, device="cuda").topk(CHOICES).indices for _ in layers]
+        touched = sum(i.unique().numel() for i in drawn) / len(drawn)
+        x, w = randn(count, H), torch.rand(count, CHOICES, device="cuda")
+        runs = [
+            partial(ops.experts, x, i, w, m.experts.up_proj, m.experts.down_proj)
+            for m, i in zip(layers, drawn, strict=True)
+        ]
+        each(f"nvfp4 experts M={count} ({touched:.0f})", runs, 2 * touched * EXPERT * H * 9 / 16)
+    for count in (1, 8, 64, 256):
+        step = Step(count, ssm_dtype=torch.float16)
+        ms = replay(graph(step), 10, 30, 3)
+        say(f"  B {count}: {ms:.3f} ms/step {count / ms * 1e3:.0f} tok/s with NVFP4 experts and head, Mamba in BF16")
+        record(f"step {count} nvfp4", ms)
+        del step
+        torch.cuda.empty_cache()
+
+
 def time_attention() -> None:
     for count, context in ((1, 1024), (8, 1024), (64, 1024), (1, 32768), (8, 32768), (64, 32768)):
         batch = rows([context - 1] * count, tokens=context)
@@ -842,11 +908,11 @@ SECTIONS = {
     "halves": (halves, 30), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 30),
     "engine": (engine, 60), "guesses": (guesses, 30), "sample": (time_sample, 30),
     "mamba": (time_mamba, 50), "moe": (time_moe, 100), "linear": (time_linear, 80), "pdl": (without_pdl, 30),
-    "small": (time_small, 40), "attention": (time_attention, 40),
+    "small": (time_small, 40), "attention": (time_attention, 40), "four": (four, 60),
 }  # fmt: skip
 USUAL = (
     "info", "check", "build", "whole", "halves", "prefill", "parts", "kernels", "engine", "guesses", "sample", "mamba",
-    "moe",
+    "moe", "four",
 )  # fmt: skip
 
 

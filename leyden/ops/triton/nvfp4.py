@@ -4,8 +4,9 @@ A code is a sign, two bits of exponent and one of mantissa. With the sign in fro
 and mantissa meet, a half (or a bfloat16) has its value times 2^-14 (2^-126), subnormals included: two shifts and two
 masks decode two codes, without a table or an addition. The product with the scale of a block has six bits and is exact.
 
-One row of x runs on the CUDA cores in fp32; up to WIDE_ROWS per matrix on the tensor cores, even and odd columns apart,
-as they lie in different halves of a byte; beyond, the matrix is decoded to memory once and multiplied as a dense one.
+One row of x runs on the CUDA cores in fp32; up to WIDE_ROWS per matrix on the tensor cores, the columns of both
+operands in the order in which codes come out of a word (0, 4, 1, 5, 2, 6, 3, 7), for which the rows of x are laid out
+anew; beyond, the matrix is decoded to memory once and multiplied as a dense one.
 """
 
 import torch
@@ -62,45 +63,70 @@ def _vector(
     tl.store(out + i * out_stride + n, total.to(out.dtype.element_ty), mask=n < N)
 
 
-@triton.jit
-def _nibble(codes, dtype: tl.constexpr):
-    """Codes 0 to 15 (uint8) -> their values times 2^-14 (or 2^-126, in bfloat16), exactly."""
-    if dtype == tl.bfloat16:
-        bits = ((codes.to(tl.uint16) & 7) << 6) | ((codes.to(tl.uint16) & 8) << 12)
-        return bits.to(tl.bfloat16, bitcast=True)
-    bits = ((codes.to(tl.uint16) & 7) << 9) | ((codes.to(tl.uint16) & 8) << 12)
-    return bits.to(tl.float16, bitcast=True).to(dtype)
+# A word -> its codes 0 and 4, 1 and 5, 2 and 6, 3 and 7 as two bfloat16 each.
+_PAIRS = tl.constexpr(
+    "{ .reg .b32 a, b;"
+    "shl.b32 a, $4, 6; shl.b32 b, $4, 12; and.b32 b, b, 0x80008000; lop3.b32 $0, a, 0x01C001C0, b, 0xEA;"
+    "shl.b32 a, $4, 2; shl.b32 b, $4, 8; and.b32 b, b, 0x80008000; lop3.b32 $1, a, 0x01C001C0, b, 0xEA;"
+    "shr.b32 a, $4, 2; shl.b32 b, $4, 4; and.b32 b, b, 0x80008000; lop3.b32 $2, a, 0x01C001C0, b, 0xEA;"
+    "shr.b32 a, $4, 6; and.b32 b, $4, 0x80008000; lop3.b32 $3, a, 0x01C001C0, b, 0xEA; }"
+)
 
 
 @triton.jit
-def _halves(
+def _column(i):
+    """Which column of a word's eight the i-th value of its first half is; those of the second are two further."""
+    return i // 2 % 2 + i % 2 * 4
+
+
+@triton.jit
+def _plain(weight, base, column, inside, dtype: tl.constexpr):
+    """The codes at `column` of the words at byte `base`: their values times 2^-14."""
+    byte = tl.load(weight + base + column // 2, mask=inside, other=0).to(tl.uint16)
+    code = byte >> (column % 2 * 4).to(tl.uint16)
+    return (((code & 7) << 9) | ((code & 8) << 12)).to(tl.float16, bitcast=True).to(dtype)
+
+
+@triton.jit
+def _values(
     weight, scales, row, in_n, first, factor,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Columns first .. first + BLOCK_K - 1 of some rows -> (even ones, odd ones), [BLOCK_N, BLOCK_K / 2] each: what
-    _nibble makes of the codes, times the scales, times `factor`. Blocks of 16 columns are eight bytes."""
+    """Columns first .. first + BLOCK_K - 1 of some rows in two halves [BLOCK_N, BLOCK_K / 2], in the order of _column:
+    the codes' values, times 2^-126 for bfloat16 and else 2^-14, times the scales, times `factor`."""
     RUNS: tl.constexpr = BLOCK_K // 16
-    run, byte = tl.arange(0, RUNS), tl.arange(0, 8)
+    run = tl.arange(0, RUNS)
     at = first // 16 + run
     inside = in_n[:, None] & (at < K // 16)[None, :]
-    q = tl.load(
-        weight + row[:, None, None] * (K // 2) + (at * 8)[None, :, None] + byte[None, None, :],
-        mask=inside[:, :, None], other=0,
-    )  # fmt: skip
     scale = tl.load(scales + row[:, None] * (K // 16) + at[None, :], mask=inside, other=0.0).to(tl.float32)
     scale = (scale * factor).to(dtype)
-    even = _nibble(q & 15, dtype) * scale[:, :, None]
-    odd = _nibble(q >> 4, dtype) * scale[:, :, None]
-    return tl.reshape(even, (BLOCK_N, BLOCK_K // 2)), tl.reshape(odd, (BLOCK_N, BLOCK_K // 2))
+    if dtype == tl.bfloat16:
+        byte = tl.arange(0, 8)
+        q = tl.load(
+            weight + row[:, None, None] * (K // 2) + (at * 8)[None, :, None] + byte[None, None, :],
+            mask=inside[:, :, None], other=0,
+        )  # fmt: skip
+        one, two = tl.inline_asm_elementwise(
+            _PAIRS, "=r,=r,=r,=r,r", [q], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        i = tl.arange(0, 8)
+        base = row[:, None, None] * (K // 2) + (at * 8)[None, :, None] + (i // 4 * 4)[None, None, :]
+        column = _column(i)[None, None, :]
+        one = _plain(weight, base, column, inside[:, :, None], dtype)
+        two = _plain(weight, base, column + 2, inside[:, :, None], dtype)
+    HALF: tl.constexpr = BLOCK_K // 2
+    return (tl.reshape(one * scale[:, :, None], (BLOCK_N, HALF)), tl.reshape(two * scale[:, :, None], (BLOCK_N, HALF)))
 
 
 @triton.jit
 def _grouped(
     x, weight, scales, whole, out, order, offsets, x_stride, M, N,
-    K: tl.constexpr, CHOICES: tl.constexpr, STACK: tl.constexpr, UP: tl.constexpr, SQUARE: tl.constexpr,
+    K: tl.constexpr, CHOICES: tl.constexpr, STACK: tl.constexpr, UP: tl.constexpr, HIDDEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """moe._grouped for stored matrices; without STACK one matrix times all rows."""
+    """moe._grouped for stored matrices; without STACK one matrix times all rows. The columns of x are in the order of
+    words; those of `out`, too, if it is HIDDEN: between two products, and relu^2 of the first."""
     # 2^7 stay behind in either case: a scale times 2^119 is the largest that bfloat16 holds
     RAISED: tl.constexpr = 6.646139978924579e35 if x.dtype.element_ty == tl.bfloat16 else 128.0
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -127,16 +153,18 @@ def _grouped(
         right = x + source[None, :] * x_stride
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            even, odd = _halves(weight, scales, row, in_n, start, RAISED, K, BLOCK_N, BLOCK_K, x.dtype.element_ty)
-            column = start + 2 * k[:, None]
-            inside = in_m[None, :] & (column < K)
-            acc = tl.dot(even, tl.load(right + column, mask=inside, other=0.0), acc, input_precision="ieee")
-            acc = tl.dot(odd, tl.load(right + column + 1, mask=inside, other=0.0), acc, input_precision="ieee")
+            one, two = _values(weight, scales, row, in_n, start, RAISED, K, BLOCK_N, BLOCK_K, x.dtype.element_ty)
+            at_k = (start + k // 4 * 8 + k % 4)[:, None]
+            inside = in_m[None, :] & (at_k < K)
+            acc = tl.dot(one, tl.load(right + at_k, mask=inside, other=0.0), acc, input_precision="ieee")
+            acc = tl.dot(two, tl.load(right + at_k + 4, mask=inside, other=0.0), acc, input_precision="ieee")
         made = tl.trans(acc) * factor
-        if SQUARE:
+        place = n
+        if HIDDEN:
             made = tl.maximum(made.to(out.dtype.element_ty).to(tl.float32), 0.0)
             made *= made
-        cell = target[:, None] * N + n[None, :]
+            place = n // 8 * 8 + n % 4 * 2 + n % 8 // 4
+        cell = target[:, None] * N + place[None, :]
         tl.store(out + cell, made.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
 
 
@@ -149,10 +177,12 @@ def _decode(weight, scales, whole, out, N, K: tl.constexpr, BLOCK_N: tl.constexp
     wait()
     release()
     factor = tl.load(whole + expert) * 16384.0
-    even, odd = _halves(weight, scales, row, n < N, start, factor, K, BLOCK_N, BLOCK_K, tl.float32)
-    both = tl.interleave(even, odd).to(out.dtype.element_ty)
-    at = start + tl.arange(0, BLOCK_K)
-    tl.store(out + row[:, None] * K + at[None, :], both, mask=(n < N)[:, None] & (at < K)[None, :])
+    one, two = _values(weight, scales, row, n < N, start, factor, K, BLOCK_N, BLOCK_K, tl.float32)
+    k = tl.arange(0, BLOCK_K // 2)
+    at = start + k // 4 * 8 + _column(k)
+    cell, inside = out + row[:, None] * K + at[None, :], (n < N)[:, None] & (at < K)[None, :]
+    tl.store(cell, one.to(out.dtype.element_ty), mask=inside)
+    tl.store(cell + 2, two.to(out.dtype.element_ty), mask=inside)
 
 
 def linear_nvfp4(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
@@ -162,7 +192,13 @@ def linear_nvfp4(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) ->
 
 def mlp_nvfp4(x: Tensor, up: Weight, down: Weight) -> Tensor:
     """See ops.mlp."""
-    return _product(_product(x, up, True, x.dtype), down, False, x.dtype)
+    rows = x.flatten(0, -2)
+    if not 1 < len(rows) <= WIDE_ROWS:
+        return _product(_product(x, up, True, x.dtype), down, False, x.dtype)
+    h, out = (torch.empty(len(rows), w.shape[0], dtype=x.dtype, device=x.device) for w in (up, down))
+    grouped(_ordered(rows), up, h, True, None, 1, True)
+    grouped(h, down, out, False, None, 1, True)
+    return out.view(*x.shape[:-1], -1)
 
 
 def experts_nvfp4(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight) -> Tensor:
@@ -180,7 +216,7 @@ def experts_nvfp4(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Wei
         vector(h, down, done, False, ids, inner)
     else:
         lists = moe.listed(ids, total)
-        grouped(x, up, h, True, lists, choices, True)
+        grouped(_ordered(x), up, h, True, lists, choices, True)
         grouped(h, down, done, False, lists, choices, False)
     return moe.combined(done, weights, count, size, 0)
 
@@ -202,13 +238,19 @@ def _product(x: Tensor, weight: Weight, square: bool, dtype: torch.dtype) -> Ten
     if count == 1:
         vector(rows, weight, out, square, None, 0)
     else:
-        grouped(rows, weight, out, square, None, 1, True)
+        assert not square
+        grouped(_ordered(rows), weight, out, False, None, 1, True)
     return out.view(*x.shape[:-1], size)
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """The columns in the order in which codes come out of a word."""
+    return x.unflatten(1, (-1, 2, 4)).transpose(2, 3).flatten(1)
 
 
 def vector(
     x: Tensor, weight: Weight, out: Tensor, square: bool, ids: Tensor | None, x_stride: int,
-    shape: tuple[int, int, int] = (8, 128, 4),
+    shape: tuple[int, int, int] = (16, 128, 4),
 ) -> None:  # fmt: skip
     """One row for each of `out`: a matrix times x, or ids[i]'s times row i of x (all the same if x_stride is 0). shape:
     rows and words of a tile, warps."""
@@ -221,11 +263,11 @@ def vector(
 
 
 def grouped(
-    x: Tensor, weight: Weight, out: Tensor, square: bool, lists: tuple[Tensor, Tensor] | None, choices: int, up: bool,
+    x: Tensor, weight: Weight, out: Tensor, hidden: bool, lists: tuple[Tensor, Tensor] | None, choices: int, up: bool,
     shape: tuple[int, int, int, int, int] | None = None,
 ) -> None:  # fmt: skip
-    """Rows of x times one matrix, or by lists as moe.listed() makes them. shape: rows of x, rows and columns of a tile,
-    stages, warps."""
+    """Rows of x (_ordered) times one matrix, or by lists as moe.listed() makes them. shape: rows of x, rows and columns
+    of a tile, stages, warps."""
     codes, scales, whole = _parts(weight)
     size, k = weight.shape[-2:]
     total = weight.shape[0] if lists else 1
@@ -234,7 +276,7 @@ def grouped(
     order, offsets = lists or (None, None)
     _grouped[(triton.cdiv(size, block_n), total, max(1, round(mean / block_m)))](
         x, codes, scales, whole, out, order, offsets, x.stride(0), len(out), size,
-        k, choices, lists is not None, up, square, block_m, block_n, block_k, stages, num_warps=warps, **OPTIONS,
+        k, choices, lists is not None, up, hidden, block_m, block_n, block_k, stages, num_warps=warps, **OPTIONS,
     )  # fmt: skip
 
 
