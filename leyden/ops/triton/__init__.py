@@ -27,6 +27,7 @@ for _op, _kernel in (
     (ops.sample, sample.sample),
 ):
     _op.register("cuda", _kernel)
+ops.linear.register("cuda", linear.linear_fp8, "fp8")
 for _op, _kernel in (
     (ops.linear, nvfp4.linear_nvfp4),
     (ops.mlp, nvfp4.mlp_nvfp4),

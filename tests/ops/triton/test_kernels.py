@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from leyden.formats import Weight
+from leyden.formats.fp8 import FP8
 from leyden.ops.reference import attention as reference_attention
 from leyden.ops.reference import draft as reference_draft
 from leyden.ops.reference import linear as reference_linear
@@ -79,6 +80,14 @@ def test_products(draw, count: int, square: bool):
     assert logits.dtype == torch.float32
     close(logits, reference_linear.linear(*halves).float(), atol=2e-3)
     close(linear.mlp(x, weight(up), weight(down)), reference_linear.mlp(x, weight(up), weight(down)), atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 5, 70])
+def test_products_in_fp8(draw, device: str, count: int):
+    x, stored = draw(count, 96), Weight(40, 96, dtype=torch.float32, format=FP8()).requires_grad_(False).to(device)
+    for name, part in stored.format.quantize(draw(40, 96)).items():
+        stored.parts[name].copy_(part)
+    close(linear.linear_fp8(x, stored), reference_linear.linear(x, stored), atol=1e-4)
 
 
 def test_embed(draw, device: str):
