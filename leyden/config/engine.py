@@ -45,6 +45,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.92
     kv_cache_dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
+    enable_mamba_cache_stochastic_rounding: bool = False  # of fp16 states, where decode steps store them
     enable_prefix_caching: bool | None = None
     kv_offloading_size: float | None = None  # GiB of host memory for what leaves the device's cache
     cache_dir: str | None = None  # folder in which the cache outlives the process
@@ -70,6 +71,11 @@ class EngineConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
         if self.block_size < 1:
             raise ConfigError(f"--block-size must be at least 1, got {self.block_size}")
+        if self.enable_mamba_cache_stochastic_rounding and self.mamba_ssm_cache_dtype != "float16":
+            found = f"--mamba-ssm-cache-dtype {self.mamba_ssm_cache_dtype}"
+            raise ConfigError(
+                f"--enable-mamba-cache-stochastic-rounding needs --mamba-ssm-cache-dtype float16: {found}"
+            )
         if any(not isinstance(size, int) or size < 1 for size in self.cudagraph_capture_sizes):
             found = list(self.cudagraph_capture_sizes)
             raise ConfigError(f"--cudagraph-capture-sizes: expected whole numbers from 1 on, got {found}")

@@ -218,6 +218,12 @@ class EngineNumbers(Collector):
         yield self._counter("vllm:spec_decode_num_accepted_tokens", "drafted tokens accepted", sum(accepted))
         by_place = {str(place): count for place, count in enumerate(accepted)}
         yield self._counters("vllm:spec_decode_num_accepted_tokens_per_pos", "by position", "position", by_place)
+        if facts.get("drafting"):
+            yield self._counter("leyden:spec_decode_failed_drafts", "steps whose drafter failed", stats.failed_drafts)
+            seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds}
+            yield self._counters("leyden:spec_decode_seconds", "host time of steps with drafts", "part", seconds)
+            decree = "1: drafts are kept by decree, answers are nonsense"
+            yield self._gauge("leyden:spec_decode_synthetic", decree, stats.synthetic)
         steps = Buckets(
             "iteration_tokens_total", "tokens per engine step", STEP_SIZES
         )  # a histogram, whatever its name
@@ -296,6 +302,7 @@ class Report:
         )
         if drafts:
             line += f", {1 + accepted / drafts:.2f} tokens per draft ({accepted / max(drafted, 1):.1%} accepted)"
+            line += ", SYNTHETIC: by decree" if stats.synthetic else ""
         return line
 
 

@@ -20,7 +20,7 @@ def add(a: int, b: int) -> tuple[str, int]:
 
 def subtract(a: int, b: int) -> tuple[str, int]:
     """a - b for a >= b: a column that is too small takes ten and the next one pays: "52 - 17: 12-7=5, 4-1=3, so 35"."""
-    if a < 20 and b < 10:
+    if b < 10 and a - b < 10:
         return f"{a} - {b} = {a - b}", a - b
     steps, borrow = [], 0
     for i in range(len(str(a))):
@@ -57,6 +57,13 @@ def divide(a: int, b: int) -> tuple[str, tuple[int, int]]:
         if part >= b or steps:
             steps.append(f"{part}/{b}={part // b} r {rest}")
     return f"{a} / {b}: {', '.join(steps)}, so {a // b}" + (f" r {a % b}" if a % b else ""), (a // b, a % b)
+
+
+def choose(a: int, b: int, largest: bool) -> tuple[str, int]:
+    """The larger or the smaller of two numbers, by the sign that stands between them: "46 or 69: < so 69"."""
+    sign = ">" if a > b else "<" if a < b else "="
+    best = max(a, b) if largest else min(a, b)
+    return f"{a} or {b}: {sign} so {best}", best
 
 
 def total(numbers: list[int]) -> tuple[str, int]:

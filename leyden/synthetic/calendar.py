@@ -63,6 +63,16 @@ def clock(minutes: int) -> str:
     return f"{minutes // 60 % 24:02}:{minutes % 60:02}"
 
 
+def clock_working(minutes: int) -> str:
+    """How a time of the 12-hour clock becomes HH:MM; none of the hour after midnight."""
+    hour, said = minutes // 60, half_day_clock(minutes)
+    if hour < 12:
+        return f"{said}: am, the hour stays {hour:02}, so {clock(minutes)}"
+    if hour == 12:
+        return f"{said}: 12 pm, the hour stays 12, so {clock(minutes)}"
+    return f"{said}: pm, {hour - 12} + 12 = {hour}, so {clock(minutes)}"
+
+
 def half_day_clock(minutes: int) -> str:
     """Minutes after midnight as 3:05 pm."""
     hour = minutes // 60

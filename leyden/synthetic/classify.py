@@ -1,5 +1,6 @@
 """Short classification: labels with their words, good or bad, a rule with a limit, a list that has something or not."""
 
+from leyden.synthetic.arithmetic import choose
 from leyden.synthetic.conversation import Example, question
 from leyden.synthetic.draw import Draw, table
 from leyden.synthetic.toolbox import with_articles
@@ -16,7 +17,12 @@ def labels(draw: Draw, thinking: bool) -> Example:
     lines = "\n".join(form.format(name, chosen[name]) for name in names)
     text = draw.text("classify.message", cue=cue, city=draw.word("city"), name=draw.word("first_name"))
     prompt = draw.text("classify.labels", labels=lines, names=", ".join(names), text=text)
-    tried = [f"{name}: {chosen[name]}: {'yes' if name == label else 'no'}" for name in names[: names.index(label) + 1]]
+    tried = []
+    for name in names[: names.index(label) + 1]:
+        words = chosen[name].split(", ")
+        words = words[: words.index(cue) + 1] if name == label else words
+        marks = [f"{word} {'yes' if word == cue else 'no'}" for word in words]
+        tried.append(f"{name}: {', '.join(marks)}")
     return question(draw, thinking, prompt, label, "\n".join([f"wanted {cue}", *tried, f"{cue} is {label}"]))
 
 
@@ -78,13 +84,13 @@ def limit(draw: Draw, thinking: bool) -> Example:
     bounded = f"{bound} {unit}"
     rule = with_articles(draw.text("classify.rule", above=above, otherwise=otherwise, bound=bounded, what=what))
     case = with_articles(draw.text("classify.case", item=item, what=what, number=f"{number} {unit}"))
-    relation = "above" if number > bound else "equal to" if number == bound else "below"
+    relation = "above" if number > bound else "not above"
     return question(
         draw,
         thinking,
         draw.text("classify.limit", rule=rule, case=case),
         label,
-        f"above {bound}: {above}, otherwise: {otherwise}\n{number} or {bound}: {max(number, bound)}\n"
+        f"above {bound}: {above}, otherwise: {otherwise}\n{choose(number, bound, True)[0]}\n"
         f"{number} is {relation} {bound}: {label}",
     )
 
@@ -98,7 +104,8 @@ def member(draw: Draw, thinking: bool) -> Example:
     listed = draw.shuffled(items) if present else [item for item in items if item != wanted]
     answer = "yes" if present else "no"
     prompt = draw.text("classify.member", item=wanted, items=", ".join(listed))
-    working = ", ".join(f"{item} {'yes' if item == wanted else 'no'}" for item in listed)
+    tried = listed[: listed.index(wanted) + 1] if present else listed
+    working = ", ".join(f"{item} {'yes' if item == wanted else 'no'}" for item in tried)
     return question(draw, thinking, prompt, answer, f"wanted {wanted}\n{working}")
 
 
@@ -115,5 +122,7 @@ def route(draw: Draw, thinking: bool) -> Example:
     duties = "\n".join(form.format(*pair) for pair in pairs)
     message = f"{draw.word('error_text')} in {services[i]}"
     prompt = draw.text("classify.route", duties=duties, message=message)
-    tried = [f"{a} {b} {'yes' if j == i else 'no'}" for j, (a, b) in enumerate(pairs[: i + 1])]
-    return question(draw, thinking, prompt, people[i], "\n".join([f"wanted {services[i]}", *tried, people[i]]))
+    tried = [f"{service} {'yes' if j == i else 'no'}: {people[j]}" for j, service in enumerate(services[: i + 1])]
+    if turned:
+        tried = [f"{people[j]}: {service} {'yes' if j == i else 'no'}" for j, service in enumerate(services[: i + 1])]
+    return question(draw, thinking, prompt, people[i], "\n".join([f"wanted {services[i]}", *tried]))

@@ -5,6 +5,7 @@ small facts that every written sum is made of. The held-out split has none of it
 """
 
 from leyden.synthetic import values
+from leyden.synthetic.arithmetic import choose
 from leyden.synthetic.conversation import Example, question
 from leyden.synthetic.draw import Draw, table
 from leyden.synthetic.toolbox import CASINGS, spelled
@@ -39,8 +40,9 @@ def by_key(draw: Draw, thinking: bool) -> Example:
     key = draw.pick(keys)
     mark = draw.pick((": ", " = ", " -> ", " is "))
     slots = {"pairs": draw.pick(("\n", "; ")).join(f"{k}{mark}{v}" for k, v in pairs.items())}
-    if draw.chance(0.3) and len(set(pairs.values())) == len(pairs):
-        return question(draw, thinking, _text(draw, "key", value=pairs[key], **slots), key, f"{key}{mark}{pairs[key]}")
+    if draw.chance(0.4) and len(set(pairs.values())) == len(pairs):
+        tried = [f"{k} {v} {'yes' if k == key else 'no'}" for k, v in pairs.items()][: keys.index(key) + 1]
+        return question(draw, thinking, _text(draw, "key", value=pairs[key], **slots), key, "\n".join(tried))
     return question(draw, thinking, _text(draw, "value", key=key, **slots), pairs[key], f"{key}{mark}{pairs[key]}")
 
 
@@ -71,16 +73,30 @@ def respell(draw: Draw, thinking: bool) -> Example:
 
 
 def digits(draw: Draw, thinking: bool) -> Example:
-    """One or more small facts: sums, differences, products and divisions with a rest, as the written sums use them."""
-    facts = [_fact(draw) for _ in range(draw.pick((1, 1, 2, 3, 4)))]
+    """Small facts: sums, differences, products, divisions with a rest and signs, as the written sums use them."""
+    facts = [_fact(draw) for _ in range(draw.pick((1, 2, 4, 6, 8, 10, 12)))]
     text = _text(draw, "digits", sums=", ".join(left for left, _ in facts))
     answer = ", ".join(right for _, right in facts)
     return question(draw, thinking, text, answer, ", ".join(f"{left}={right}" for left, right in facts))
 
 
+def larger(draw: Draw, thinking: bool) -> Example:
+    """Pairs of numbers, often alike, and the larger or the smaller one of each."""
+    largest, top = draw.chance(0.5), draw.pick((10, 20, 99, 99, 500, 2000))
+    steps = []
+    for _ in range(draw.between(1, 6)):
+        a, b = draw.sample(range(1, top), 2)
+        near = max(1, a + draw.between(-9, 9))
+        steps.append(choose(a, b if near == a or draw.chance(0.7) else near, largest))
+    pairs = ", ".join(step.split(":")[0] for step, _ in steps)
+    text = _text(draw, "larger" if largest else "smaller", pairs=pairs)
+    working = f"{'largest' if largest else 'smallest'}\n{', '.join(step for step, _ in steps)}"
+    return question(draw, thinking, text, ", ".join(str(best) for _, best in steps), working)
+
+
 def _fact(draw: Draw) -> tuple[str, str]:
     a, b = draw.below(10), draw.below(10)
-    match draw.pick("+-xx//"):
+    match draw.pick("++--xxx///"):
         case "+":
             carry = draw.pick((0, 0, 1))
             return f"{a}+{b}{'+1' if carry else ''}", str(a + b + carry)

@@ -3,7 +3,7 @@
 from datetime import timedelta
 
 from leyden.synthetic import calendar
-from leyden.synthetic.arithmetic import add, divide, subtract
+from leyden.synthetic.arithmetic import add, divide, subtract, total
 from leyden.synthetic.conversation import Example, question
 from leyden.synthetic.draw import Draw
 
@@ -87,10 +87,9 @@ def clock_end(draw: Draw, thinking: bool) -> Example:
     working, together = add(minute, minutes)
     carry = together // 60
     if carry:
-        working += f". {together} = 60 + {together - 60}"
-    terms = [hour, hours, carry] if carry else [hour, hours]
-    end = hour + hours + carry
-    working += f". {' + '.join(map(str, terms))} = {end}" + (f", {end} - 24 = {end - 24}" if end >= 24 else "")
+        working += f". {subtract(together, 60)[0]}"
+    steps, end = total([hour, hours, carry] if carry else [hour, hours])
+    working += f". {steps}" + (f". {subtract(end, 24)[0]}" if end >= 24 else "")
     answer = calendar.clock(start + hours * 60 + minutes)
     text = draw.text("days.end", event=draw.word("event"), start=calendar.clock(start), length=said)
     return question(draw, thinking, text, answer, f"{calendar.clock(start)} plus {said}. {working}. {answer}")
@@ -103,18 +102,17 @@ def clock_length(draw: Draw, thinking: bool) -> Example:
     if not thinking:
         start, length = start // 60 * 60, 5 * draw.between(1, 11)
     end = start + length
-    hours = end // 60 - start // 60
-    whole, part = f"{hours} hours = {60 * hours} minutes", []
-    total = 60 * hours
+    working, hours = subtract(end // 60, start // 60)
+    steps, minutes = [working, f"{hours} hours = {60 * hours} minutes"], 60 * hours
     if end % 60:
-        working, total = add(total, end % 60)
-        part.append(working)
+        working, minutes = add(minutes, end % 60)
+        steps.append(working)
     if start % 60:
-        working, total = subtract(total, start % 60)
-        part.append(working)
+        working, minutes = subtract(minutes, start % 60)
+        steps.append(working)
     text = draw.text("days.length", event=draw.word("event"), start=calendar.clock(start), end=calendar.clock(end))
-    working = ". ".join([f"from {calendar.clock(start)} to {calendar.clock(end)}: {whole}", *part])
-    return question(draw, thinking, text, [f"{total} minutes", str(total)], working)
+    working = ". ".join([f"from {calendar.clock(start)} to {calendar.clock(end)}", *steps])
+    return question(draw, thinking, text, [f"{minutes} minutes", str(minutes)], working)
 
 
 def rewrite(draw: Draw, thinking: bool) -> Example:
@@ -125,9 +123,7 @@ def rewrite(draw: Draw, thinking: bool) -> Example:
         return question(draw, thinking, draw.text("days.iso", said=said), str(day), calendar.iso_working(said, day))
     minutes = draw.between(60, 22 * 60 + 55)
     said, answer = calendar.half_day_clock(minutes), calendar.clock(minutes)
-    hour, after = minutes // 60, minutes >= 13 * 60
-    working = f"{hour - 12} pm: {hour - 12} + 12 = {hour}" if after else f"{said}: the hour stays {hour}"
-    return question(draw, thinking, draw.text("days.clock", said=said), answer, working)
+    return question(draw, thinking, draw.text("days.clock", said=said), answer, calendar.clock_working(minutes))
 
 
 def in_weeks(draw: Draw, thinking: bool) -> Example:

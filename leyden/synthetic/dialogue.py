@@ -5,6 +5,7 @@ from leyden.synthetic.arithmetic import add, subtract, times
 from leyden.synthetic.calls import request, today_rule
 from leyden.synthetic.conversation import Conversation, Example, expected_calls, words_of
 from leyden.synthetic.draw import Draw
+from leyden.synthetic.rewrite import without
 from leyden.synthetic.toolbox import Call, Param, arguments_working, box, call, listed_tool, some_setting, some_tool
 
 # Kinds of values that a user takes back in a few words.
@@ -119,10 +120,10 @@ def kept_list(draw: Draw, thinking: bool) -> Example:
     for _ in range(draw.between(1, 3)):
         if len(items) > 1 and draw.chance(0.4):
             gone = draw.pick(items)
-            marked = ", ".join(f"{item} out" if item == gone else item for item in items)
+            working = without(items, gone)
             items.remove(gone)
             conversation.user(draw.text("dialogue.take", item=gone))
-            conversation.answer(", ".join(items), f"without {gone}\n{marked}")
+            conversation.answer(", ".join(items), working)
         else:
             new = spare.pop()
             items.append(new)

@@ -41,7 +41,7 @@ def fields(draw: Draw, thinking: bool) -> Example:
         facts["destination"] = _value(draw, "city")
     if kinds is not entry["fields"]:
         filled = _composed(draw, {}, facts)
-    elif draw.split == "train" and draw.chance(0.75):
+    elif draw.split == "train" and draw.chance(0.5):
         filled = _composed(draw, entry["said"], facts)
     else:
         draw.templates.append(f"document/{draw.split}/{entry[draw.split].index(text)}")

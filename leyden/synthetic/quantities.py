@@ -4,7 +4,7 @@ With thinking the sum is written out, after a line that repeats the given number
 that the kind of sum is settled before the sum; without, only sums that are one step long are asked.
 """
 
-from leyden.synthetic.arithmetic import add, cents, divide, subtract, times, total
+from leyden.synthetic.arithmetic import add, cents, choose, divide, subtract, times, total
 from leyden.synthetic.conversation import Example, question
 from leyden.synthetic.draw import Draw
 from leyden.synthetic.toolbox import plural
@@ -169,22 +169,22 @@ def longer(draw: Draw, thinking: bool) -> Example:
     slots = {"a": amounts[0][0], "x": amounts[0][1], "b": amounts[1][0], "y": amounts[1][1]}
     winner = a if result > other else b
     given = ", ".join(f"{name} {amount}" for name, amount in amounts)
-    compared = f"{result} or {other}: {max(result, other)} is {winner}"
-    working = f"which is more: {given}. 1 {large} = {factor} {small}. {working}. {compared}"
+    compared, most = choose(result, other, True)
+    working = f"which is more: {given}. 1 {large} = {factor} {small}. {working}. {compared}. {most} is {winner}"
     return _answered(draw, thinking, draw.text("quantities.compare", **slots), winner, working)
 
 
 def _backwards(number: int, factor: int) -> tuple[str, int]:
-    """How number x factor is divided by factor: zeros are struck, or the multiples are tried."""
+    """How number x factor is divided by factor: zeros are struck; by 12, 24 or 60 in two steps that leave no rest."""
     amount = number * factor
     if factor in (10, 100, 1000):
         return f"{amount} / {factor} = {number}", number
     if factor < 10:
         return divide(amount, factor)[0], number
-    tens, ones = number // 10 * 10, number % 10
-    steps = [f"{factor} x {tens} = {factor * tens}", subtract(amount, factor * tens)[0]] if tens else []
-    steps += [f"{factor} x {ones} = {factor * ones}"] if ones else []
-    return f"{amount} / {factor}: {'. '.join(steps)}. So {number}", number
+    first, second = {12: (3, 4), 24: (4, 6), 60: (10, 6)}[factor]
+    between = amount // first
+    step = f"{amount} / 10 = {between}" if first == 10 else divide(amount, first)[0]
+    return f"{factor} is {first} x {second}. {step}. {divide(between, second)[0]}", number
 
 
 def _answered(draw: Draw, thinking: bool, text: str, answer: str, working: str) -> Example:

@@ -6,6 +6,7 @@ The conversations run through the whole tool loop; the checked turn is the last 
 import re
 
 from leyden.synthetic import calendar, records, values
+from leyden.synthetic.arithmetic import choose
 from leyden.synthetic.calls import request, today_rule
 from leyden.synthetic.conversation import Conversation, Example, expected_calls, words_of
 from leyden.synthetic.draw import Draw
@@ -66,10 +67,10 @@ def compare(draw: Draw, thinking: bool) -> Example:
     conversation.result(*(values.json_text(made.arguments | {field: n}) for made, n in ((first, a), (second, b))))
     winner = first if (a > b) == more else second
     answer = str(winner.arguments[name])
-    pairs = ", ".join(f"{made.arguments[name]} {n}" for made, n in ((first, a), (second, b)))
-    best = max(a, b) if more else min(a, b)
+    kind = f"{'largest' if more else 'smallest'} {field}"
     conversation.answer(
-        answer, f"{'more' if more else 'less'} {field}\n{pairs}\n{a} or {b}: {best}\n{best} is {answer}"
+        answer,
+        f"{kind}\n{first.arguments[name]} {a}\n{second.arguments[name]} {b}, {choose(a, b, more)[0]}, {answer}",
     )
     return conversation.example("answer", answer, tools, setting)
 
@@ -121,10 +122,13 @@ def text_file(draw: Draw, thinking: bool) -> Example:
             f"{calendar.clock(540 + 7 * i)} {each} {draw.word('service')} {draw.word('error_text')}"
             for i, each in enumerate(levels)
         )
-        counted = [f"{each} {levels[: i + 1].count(level)}" if each == level else each for i, each in enumerate(levels)]
+        counted = [
+            f"{each} {'yes' if each == level else 'no'}: {levels[: i + 1].count(level)}"
+            for i, each in enumerate(levels)
+        ]
         question, working, answer = (
             draw.text("reading.level", level=level),
-            ", ".join(counted),
+            "\n".join([f"count {level}", *counted]),
             str(levels.count(level)),
         )
     conversation, tools = _started(draw, thinking, [made], f"{request(draw, made.ask)} {question}", setting)
@@ -184,8 +188,11 @@ def chain(draw: Draw, thinking: bool) -> Example:
     wanted = find.arguments[finder.params[0].name]
     hits = [{"id": found, "title": wanted}]
     hits += [{"id": values.identifier(draw, noun), "title": values.title(draw)} for _ in range(draw.below(3))]
-    conversation.result(values.json_text({"hits": draw.shuffled(hits)}))
-    conversation.call([act], f"{wanted} has id {found}\n{act.working}")
+    hits = draw.shuffled(hits)
+    conversation.result(values.json_text({"hits": hits}))
+    tried = [f"{hit['id']} {hit['title']} {'yes' if hit['id'] == found else 'no'}" for hit in hits]
+    tried = tried[: 1 + next(i for i, hit in enumerate(hits) if hit["id"] == found)]
+    conversation.call([act], "\n".join([f"wanted {wanted}", *tried, act.working]))
     if draw.chance(0.5):
         return conversation.example("tool_calls", expected_calls([act]), tools, setting)
     conversation.result(

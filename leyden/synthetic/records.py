@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from leyden.synthetic import values
-from leyden.synthetic.arithmetic import total
+from leyden.synthetic.arithmetic import choose, total
 from leyden.synthetic.draw import Draw
 from leyden.synthetic.toolbox import plural
 
@@ -94,37 +94,41 @@ def _value(draw: Draw, records: Records) -> Question:
 def _key(draw: Draw, records: Records) -> Question:
     row = draw.pick(records.rows)
     text = _asked(draw, records, "key", key=records.key, column=records.word, value=row[records.word])
-    found = f"{row[records.word]} is {row[records.key]}"
-    working = f"{records.key} with {row[records.word]}\n{_pairs(records, records.word)}\n{found}"
-    return Question(text, working, row[records.key], True)
+    marks = ", ".join(_marks(records, records.word, row[records.word], stop=True))
+    return Question(text, f"{records.key} with {row[records.word]}\n{marks}", row[records.key], True)
 
 
 def _count(draw: Draw, records: Records) -> Question:
-    status, marks = _marks(draw, records)
-    hits = [row for row in records.rows if row["status"] == status]
+    status, hits, lines = draw.pick(records.rows)["status"], 0, []
+    for mark in _marks(records, "status", status):
+        hits += mark.endswith("yes")
+        lines.append(f"{mark}: {hits}")
     text = _asked(draw, records, "count", status=status)
-    return Question(text, f"count {status}\n{marks}\n{len(hits)} with {status}", str(len(hits)), False)
+    return Question(text, "\n".join([f"count {status}", *lines]), str(hits), False)
 
 
 def _which(draw: Draw, records: Records) -> Question:
-    status, marks = _marks(draw, records)
-    keys = ", ".join(row[records.key] for row in records.rows if row["status"] == status)
+    status, keys, lines = draw.pick(records.rows)["status"], "", []
+    for mark in _marks(records, "status", status):
+        if mark.endswith("yes"):
+            key = mark.split()[0]
+            keys = f"{keys}, {key}" if keys else key
+        lines.append(f"{mark}: {keys or 'none'}")
     text = _asked(draw, records, "which", key=records.key, status=status)
-    return Question(text, f"each {records.key} with {status}\n{marks}\n{keys}", keys, False)
+    return Question(text, "\n".join([f"each {records.key} with {status}", *lines]), keys, False)
 
 
 def _extreme(draw: Draw, records: Records) -> Question:
     largest = draw.chance(0.5)
-    best, steps = records.rows[0], []
-    for row in records.rows[1:]:
-        first, second = best[records.number], row[records.number]
-        best = row if (second > first) == largest else best
-        steps.append(f"{first} or {second}: {best[records.number]}")
     kind = "largest" if largest else "smallest"
+    best = records.rows[0]
+    lines = [f"{kind} {records.number}", f"{best[records.key]} {best[records.number]}"]
+    for row in records.rows[1:]:
+        step, number = choose(best[records.number], row[records.number], largest)
+        best = row if number == row[records.number] else best
+        lines.append(f"{row[records.key]} {row[records.number]}, {step}, {best[records.key]}")
     text = _asked(draw, records, kind, key=records.key, number=records.number)
-    working = [f"{kind} {records.number}", _pairs(records, records.number), ", ".join(steps)]
-    working.append(f"{best[records.number]} is {best[records.key]}")
-    return Question(text, "\n".join(working), best[records.key], False)
+    return Question(text, "\n".join(lines), best[records.key], False)
 
 
 def _sum(draw: Draw, records: Records) -> Question:
@@ -139,19 +143,15 @@ def _asked(draw: Draw, records: Records, kind: str, **slots: str) -> str:
     return draw.text(f"records.{kind}", noun=records.noun, nouns=plural(records.noun), **slots)
 
 
-def _pairs(records: Records, column: str) -> str:
-    """The key and one column of every row, copied in order: "T12 Anna, T15 Ben"."""
-    return ", ".join(f"{row[records.key]} {row[column]}" for row in records.rows)
-
-
-def _marks(draw: Draw, records: Records) -> tuple[str, str]:
-    """A status that occurs, and every row with a yes (numbered) or no: "T12 open yes 1, T15 done no"."""
-    status, hits, marks = draw.pick(records.rows)["status"], 0, []
+def _marks(records: Records, column: str, wanted: str, stop: bool = False) -> list[str]:
+    """Key and one column of the rows in order, each with a yes or no ("T12 open no"); `stop`: up to the first yes."""
+    marks = []
     for row in records.rows:
-        hit = row["status"] == status
-        hits += hit
-        marks.append(f"{row[records.key]} {row['status']} {f'yes {hits}' if hit else 'no'}")
-    return status, ", ".join(marks)
+        hit = row[column] == wanted
+        marks.append(f"{row[records.key]} {row[column]} {'yes' if hit else 'no'}")
+        if stop and hit:
+            break
+    return marks
 
 
 _NUMBERS = ("price", "amount", "hours", "quantity", "score", "weight", "visits", "errors")

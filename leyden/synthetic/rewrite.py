@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from leyden.synthetic import values
+from leyden.synthetic.arithmetic import choose
 from leyden.synthetic.conversation import Example, question
 from leyden.synthetic.draw import Draw
 
@@ -10,7 +11,7 @@ _POOLS = ("city", "product", "food", "first_name", "tag", "color", "code_word")
 
 
 def sort_numbers(draw: Draw, thinking: bool) -> Example:
-    """Numbers in rising or falling order; the reasoning looks for the smallest (or largest) one again and again."""
+    """Numbers in rising or falling order; the reasoning looks for the smallest (or largest) of what is left."""
     top = draw.pick((20, 99, 99, 500))
     numbers = draw.sample(range(1, top), draw.between(3, 5) if thinking else 3)
     falling = draw.chance(0.4)
@@ -19,9 +20,9 @@ def sort_numbers(draw: Draw, thinking: bool) -> Example:
     for number in order[:-1]:
         best, tried = left[0], []
         for other in left[1:]:
-            a, best = best, max(best, other) if falling else min(best, other)
-            tried.append(f"{a} or {other}: {best}")
-        steps.append(", ".join(tried))
+            step, best = choose(best, other, falling)
+            tried.append(step)
+        steps.append(f"{', '.join(map(str, left))}. {', '.join(tried)}")
         left.remove(number)
     name = "rewrite.falling" if falling else "rewrite.rising"
     text = draw.text(name, numbers=", ".join(map(str, numbers)))
@@ -51,9 +52,11 @@ def shape(draw: Draw, thinking: bool) -> Example:
     text = draw.text(f"rewrite.{style}", items=", ".join(items), pipe=" | ")
     if turned:
         text += " " + draw.text("rewrite.backwards_too")
-    return question(
-        draw, thinking, text, result, "backwards: " + ", ".join(items[::-1]) if turned else "keep the order"
-    )
+    working = f"{style}, keep the order"
+    if turned or style == "backwards":
+        numbered = [f"{i} {item}" for i, item in enumerate(items, 1)]
+        working = f"{style}, backwards\n{', '.join(numbered)}\n{', '.join(numbered[::-1])}"
+    return question(draw, thinking, text, result, working)
 
 
 def change(draw: Draw, thinking: bool) -> Example:
@@ -69,8 +72,7 @@ def change(draw: Draw, thinking: bool) -> Example:
             result = items[:i] + [new] + items[i + 1 :]
             working = f"replace {old} with {new}\n{', '.join([*items[:i], f'{old} becomes {new}', *items[i + 1 :]])}"
         case "drop":
-            result = items[:i] + items[i + 1 :]
-            working = f"without {old}\n{', '.join([*items[:i], f'{old} out', *items[i + 1 :]])}"
+            result, working = items[:i] + items[i + 1 :], without(items, old)
         case "append":
             result, working = [*items, new], f"{new} at the end"
         case "front":
@@ -78,8 +80,23 @@ def change(draw: Draw, thinking: bool) -> Example:
         case _:
             again = draw.between(i + 1, len(items))
             slots["items"] = ", ".join(items[:again] + [old] + items[again:])
-            result, working = items, f"no doubles\n{', '.join([*items[:again], f'{old} again', *items[again:]])}"
+            listed = items[:again] + [old] + items[again:]
+            lines = [
+                f"{item}{' again' if j == again else ''}: {', '.join(dict.fromkeys(listed[: j + 1]))}"
+                for j, item in enumerate(listed)
+            ]
+            result, working = items, "\n".join(["no doubles", *lines])
     return question(draw, thinking, draw.text(f"rewrite.{kind}", **slots), ", ".join(result), working)
+
+
+def without(items: list[str], gone: str) -> str:
+    """The working of a list that loses an item: after each item what there is so far, so that the last line is it."""
+    lines, kept = [f"without {gone}"], ""
+    for item in items:
+        if item != gone:
+            kept = f"{kept}, {item}" if kept else item
+        lines.append(f"{item}{' out' if item == gone else ''}: {kept or 'none'}")
+    return "\n".join(lines)
 
 
 def pick(draw: Draw, thinking: bool) -> Example:
@@ -87,20 +104,24 @@ def pick(draw: Draw, thinking: bool) -> Example:
     items = draw.words(draw.pick(_POOLS), draw.between(4, 7))
     slots = {"items": ", ".join(items)}
     kind = draw.pick(("place", "first", "last", "how_many"))
-    numbered = ", ".join(f"{i} {item}" for i, item in enumerate(items, 1))
-    i = draw.between(2, 3)
+    numbered = [f"{i} {item}" for i, item in enumerate(items, 1)]
+    i, working = draw.between(2, 3), ""
     match kind:
         case "place":
             i = draw.between(1, len(items))
             result = items[i - 1]
             slots["place"] = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh")[i - 1]
+            working = f"number {i}\n{', '.join(numbered[:i])}"
         case "first":
             result, slots["n"] = ", ".join(items[:i]), values.NUMBER_WORDS[i]
+            working = f"the first {i}\n{', '.join(numbered[:i])}"
         case "last":
             result, slots["n"] = ", ".join(items[-i:]), values.NUMBER_WORDS[i]
+            rest = f"{len(items)} - {i} = {len(items) - i}"
+            working = f"the last {i}\n{', '.join(numbered)}\n{rest}\n{', '.join(numbered[-i:])}"
         case _:
-            result = str(len(items))
-    return question(draw, thinking, draw.text(f"rewrite.{kind}", **slots), result, numbered)
+            result, working = str(len(items)), f"how many\n{', '.join(numbered)}"
+    return question(draw, thinking, draw.text(f"rewrite.{kind}", **slots), result, working)
 
 
 def rename(draw: Draw, thinking: bool) -> Example:
@@ -109,7 +130,11 @@ def rename(draw: Draw, thinking: bool) -> Example:
     style = draw.pick(("snake", "kebab", "dotted", "path"))
     joint = {"snake": "_", "kebab": "-", "dotted": ".", "path": "/"}[style]
     return question(
-        draw, thinking, draw.text(f"rewrite.{style}", title=title), title.replace(" ", joint), f"join with {joint}"
+        draw,
+        thinking,
+        draw.text(f"rewrite.{style}", title=title),
+        title.replace(" ", joint),
+        f"{style}: join with {joint}",
     )
 
 

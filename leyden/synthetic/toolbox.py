@@ -22,7 +22,7 @@ HARMLESS = ("read", "copy", "export", "tag", "price", "locate", "validate")
 IRREPLACEABLE = ("create", "remove", "rename", "archive", "move", "lock", "approve", "merge", "extend", "refresh")
 ALL_PURPOSE = ("run_command",)
 # Share of new tools among those that training draws.
-NEW = 0.6
+NEW = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,7 @@ def box_without(draw: Draw, setting: Setting, absent: Tool, size: int) -> list[T
 
 
 def _with_noun(draw: Draw, setting: Setting, noun: str, groups: Sequence[str] = ()) -> Tool:
-    if draw.unseen(0.5):
+    if draw.unseen(0.3):
         return new_tool(draw, setting, noun=noun)
     return made_tool(draw, setting, noun=noun, groups=groups)
 
@@ -358,7 +358,8 @@ def _joined(draw: Draw, ask: str, tails: list[str]) -> str:
 def _alike(a: Tool, b: Tool) -> bool:
     """Whether a request for one could be met by the other."""
     if bool(a.noun) == bool(b.noun):
-        return a.name == b.name or (a.verb == b.verb != "" and a.noun == b.noun)
+        same = (a.id, a.verb) == (b.id, b.verb)  # names alone can differ by a word that says nothing
+        return a.name == b.name or (same and a.noun == b.noun)
     made, listed = (a, b) if a.noun else (b, a)
     return made.noun in f"{listed.name} {listed.about}".lower()
 

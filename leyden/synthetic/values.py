@@ -188,7 +188,7 @@ def _time(draw: Draw) -> Value:
     if draw.chance(0.7):
         return _same(calendar.clock(minutes))
     said = calendar.half_day_clock(minutes)
-    return Value(calendar.clock(minutes), said, f"{said} is {calendar.clock(minutes)}")
+    return Value(calendar.clock(minutes), said, calendar.clock_working(minutes))
 
 
 def _numbers(draw: Draw) -> Value:

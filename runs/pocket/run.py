@@ -1,6 +1,6 @@
 """Makes pocket, the small model that ships with leyden: tokenizer, data, training, evaluation.
 
-    python runs/pocket/run.py --out OUT          on one GPU, about eight minutes on an H200
+    python runs/pocket/run.py --out OUT          on one GPU, about a quarter of an hour on an H200
     python runs/pocket/run.py --out OUT --tiny   the same with a toy, within a minute on a CPU: does everything work?
 
 What a stage has made is not made again, so the same command goes on after an interruption, within training too.
@@ -56,13 +56,13 @@ def full() -> Plan:
     return Plan(
         config=json.loads((HERE / "config.json").read_text()),
         tokenizer_examples=20_000,
-        examples=300_000,
+        examples=600_000,
         heldout=1_000,
         prompts=500,
         answer_tokens=640,
-        seconds=450,
+        seconds=700,
         flags=(
-            *("--optimizer", "muon", "--lr", "4e-3", "--warmup", "100", "--batch-tokens", "32768"),
+            *("--optimizer", "muon", "--lr", "4e-3", "--warmup", "100", "--batch-tokens", "65536"),
             *("--prompt-weight", "0.1", "--mtp-depths", "3", "--mtp-weight", "0.3"),
         ),
     )

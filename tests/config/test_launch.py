@@ -58,7 +58,7 @@ def test_thinking_and_grammars():
 def test_nothing_given_changes_nothing():
     assert launch().engine == Launch.from_argv(["--model", "model"]).engine
     assert launch("--max-model-len", "auto").engine.max_model_len is None
-    assert launch("--kv-cache-dtype", "fp8").engine.kv_cache_dtype == "auto"
+    assert launch("--kv-cache-dtype", "fp8_e5m2").engine.kv_cache_dtype == "auto"
     assert launch("--reasoning-parser", "").server == launch().server
 
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leyden.synthetic.arithmetic import add, cents, divide, subtract, times, total
+from leyden.synthetic.arithmetic import add, cents, choose, divide, subtract, times, total
 
 number = st.integers(0, 9999)
 
@@ -31,6 +31,11 @@ def test_quotients(a, b):
         (add(995, 7), "995 + 7: 5+7=12, 9+1=10, 9+1=10, so 1002"),
         (subtract(52, 17), "52 - 17: 12-7=5, 4-1=3, so 35"),
         (subtract(100, 1), "100 - 1: 10-1=9, 9-0=9, 0-0=0, so 99"),
+        (subtract(17, 5), "17 - 5: 7-5=2, 1-0=1, so 12"),
+        (subtract(12, 7), "12 - 7 = 5"),
+        (choose(46, 69, True), "46 or 69: < so 69"),
+        (choose(46, 9, False), "46 or 9: > so 9"),
+        (choose(10, 10, True), "10 or 10: = so 10"),
         (times(24, 7), "24 x 7: 4x7=28, 2x7+2=16, so 168"),
         (times(6, 60), "6 x 6 = 36, with 0 at the end 360"),
         (times(5, 1000), "5 x 1000 = 5000"),

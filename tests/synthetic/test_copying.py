@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -8,6 +9,13 @@ from leyden.synthetic.draw import Draw
 
 def made(sample, n=200):
     return [sample(Draw(1, i, "train"), i % 2 == 0) for i in range(n)]
+
+
+def test_the_larger_or_smaller_of_each_pair():
+    for each in made(copying.larger):
+        text, answer = each["messages"][-2]["content"], each["check"]["expected"]
+        for a, b, best in zip(*[iter(map(int, re.findall(r"\d+", f"{text} ")))] * 2, answer.split(", "), strict=False):
+            assert int(best) in (a, b)
 
 
 @pytest.mark.parametrize("sample", [copying.echo, copying.at_place, copying.by_key])

@@ -55,7 +55,8 @@ def test_every_family_occurs_in_both_modes(split):
 
 def test_practice_is_a_tenth_of_training_and_never_held_out():
     practice = {name for name, family in FAMILIES.items() if family.practice}
-    share = sum(FAMILIES[name].weight for name in practice) / sum(family.weight for family in FAMILIES.values())
+    weights = {name: family.share("train")[0] for name, family in FAMILIES.items()}
+    share = sum(weights[name] for name in practice) / sum(weights.values())
     assert 0.08 < share < 0.13
     assert not practice & {each["family"] for each in generate(2, 400, "heldout")}
     with pytest.raises(ConfigError, match="unknown family 'echo'"):
@@ -64,11 +65,19 @@ def test_practice_is_a_tenth_of_training_and_never_held_out():
 
 def test_shares_follow_the_weights(examples):
     counts = Counter(each["family"] for each in examples)
-    families = {name: family for name, family in FAMILIES.items() if not family.practice or counts["echo"]}
-    total = sum(family.weight for family in families.values())
+    split = "train" if counts["echo"] else "heldout"
+    families = {name: family for name, family in FAMILIES.items() if not family.practice or split == "train"}
+    total = sum(family.share(split)[0] for family in families.values())
     for name, family in families.items():
-        expected = len(examples) * family.weight / total
+        expected = len(examples) * family.share(split)[0] / total
         assert abs(counts[name] - expected) < 5 * expected**0.5 + 3
+
+
+def test_training_draws_what_is_hard_more_often_and_never_only_one_way():
+    for family in FAMILIES.values():
+        weight, thinking = family.share("train")
+        assert weight >= family.weight and 0 < thinking <= 1
+        assert family.share("heldout") == (family.weight, family.thinking)
 
 
 def test_the_target_passes_its_own_check(examples):

@@ -114,7 +114,15 @@ def test_new_tools_are_never_held_out():
     ids = {toolbox.some_tool(Draw(5, i, "heldout"), PLAIN).id for i in range(300)}
     assert "new" not in ids
     ids = [toolbox.some_tool(Draw(5, i, "train"), PLAIN).id for i in range(300)]
-    assert 150 <= ids.count("new") <= 210
+    assert 120 <= ids.count("new") <= 180
+
+
+def test_no_box_has_two_tools_for_the_same():
+    for i in range(300):
+        draw = Draw(7, i, "train")
+        wanted = toolbox.made_tool(draw, PLAIN)
+        tools = toolbox.box(draw, PLAIN, [wanted], 6)
+        assert not any(t is not wanted and (t.id, t.noun) == (wanted.id, wanted.noun) for t in tools)
 
 
 def test_boxes_hold_new_tools_that_differ_in_one_word():

@@ -13,11 +13,16 @@ from leyden.ops.cpu.program import available, prepare
 __all__ = ["prepare"]
 
 if available:
-    from leyden.ops.cpu import attention, linear, mamba, moe, norm, sample, table
+    from leyden.ops.cpu import attention, draft, linear, mamba, moe, norm, sample, table
     from leyden.ops.cpu.matrix import FORMATS
 
     _kernels: dict[ops.Op, Callable[..., Any]] = {
         ops.begin: table.begin,
+        ops.begin_drafts: draft.begin_drafts,
+        ops.accept: draft.accept,
+        ops.ahead: draft.ahead,
+        ops.join: draft.join,
+        ops.likeliest: draft.likeliest,
         ops.take: table.take,
         ops.put: table.put,
         ops.rms_norm: norm.rms_norm,

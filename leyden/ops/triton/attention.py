@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from leyden.ops.reference import attention as reference
 from leyden.ops.rows import Rows
 from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
 
@@ -239,8 +240,10 @@ def _block(
         tl.store(out + index * (HEADS * D) + query[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=in_q)
 
 
-def kv_write(k: Tensor, v: Tensor, cache: Tensor, rows: Rows) -> None:
+def kv_write(k: Tensor, v: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
     """See ops.kv_write. Page tables and lengths must be older than the kernel launched just before."""
+    if cache.dtype.itemsize == 1:
+        return reference.kv_write(k, v, cache, rows, k_scale, v_scale)
     count, width = len(k), k.shape[1] * k.shape[2]
     assert rows.pages is not None and k[0].is_contiguous() and v[0].is_contiguous() and cache[0].is_contiguous()
     if count:
@@ -251,10 +254,13 @@ def kv_write(k: Tensor, v: Tensor, cache: Tensor, rows: Rows) -> None:
             cache.shape[2], width, triton.next_power_of_2(width), triton.next_power_of_2(number),
             num_warps=1, **OPTIONS,
         )  # fmt: skip
+    return None
 
 
-def attention(q: Tensor, cache: Tensor, rows: Rows) -> Tensor:
+def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scale: float = 1.0) -> Tensor:
     """See ops.attention."""
+    if cache.dtype.itemsize == 1:
+        return reference.attention(q, cache, rows, k_scale, v_scale)
     (count, heads, dim), (_, _, page, kv, _) = q.shape, cache.shape
     assert rows.pages is not None and q[:1].is_contiguous() and cache[0].is_contiguous()
     out = torch.empty(count, heads, dim, dtype=q.dtype, device=q.device)

@@ -5,7 +5,7 @@ of one token are one launch: the program that finishes last in its group of head
 convolution's window. Otherwise convolution, recurrence and norm are a launch each, so that nobody repeats the
 convolution of B and C for every head, and the recurrence has the registers for itself.
 
-A state of 16 bits is rounded at random, so that what a step adds is not lost where it is smaller than the state's last
+A state of fp16 may be rounded at random, so that what a step adds is not lost where it is smaller than the state's last
 bit; the random bits belong to the position, the layer and the element, not to the place in the batch.
 """
 
@@ -72,12 +72,10 @@ def _scattered(h):
 
 
 @triton.jit
-def _stored(state, dtype: tl.constexpr, log_rate, position, index):
-    """The state as it is stored. fp32 -> fp16 goes up or down at random: 13 random bits are added below the last bit
-    that stays. The bits are a hash of the element's index (int32 [P, N]), the position and log_rate, which stands for
-    the layer: all steps do this for all elements of all states, so it is short; neighbours' bits are uncorrelated to
-    1e-3 over 3e7 samples."""
-    if dtype == tl.float16:
+def _stored(state, dtype: tl.constexpr, log_rate, position, index, DITHER: tl.constexpr):
+    """The state as it is stored; with DITHER as ops.reference.mamba.at_random() rounds it, with the same bits for the
+    element `index` (int32 [P, N]). Nothing here asks for another layout than that in which it is stored."""
+    if DITHER:
         key = _scattered(log_rate.to(tl.uint32, bitcast=True) ^ _scattered(position.to(tl.uint32)))
         h = index.to(tl.uint32) * 0x9E3779B1 + key
         noise = ((h ^ (h >> 15)) * 0x846CA68B) >> 19
@@ -130,7 +128,7 @@ def _step(
     gated, arrived, out,
     row_stride, conv_stride, ssm_stride, dt_low, dt_high, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, REACH: tl.constexpr,
-    TAPS: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
+    TAPS: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, DITHER: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """All of a step for BLOCK_P rows of one head's state, and for a group if this program is its last."""
@@ -168,7 +166,7 @@ def _step(
     c = _convolved(c, new, conv_weight, to_c, in_n, REACH)
     state = tl.exp(-tl.exp(log_rate) * delta) * old + (delta * x)[:, None] * b[None, :]
     index = (head * DIM + p)[:, None] * N + n[None, :]
-    tl.store(tile, _stored(state, ssm_state.dtype.element_ty, log_rate, position, index), mask=inside)
+    tl.store(tile, _stored(state, ssm_state.dtype.element_ty, log_rate, position, index, DITHER), mask=inside)
     y = (tl.sum(state * c[None, :], 1) + skip * x).to(out.dtype.element_ty).to(tl.float32)
     tl.store(gated + row * INNER + to_x, y * (gate * tl.sigmoid(gate)), mask=in_p)
     if arrive(arrived + row * GROUPS + group, SHARE * PARTS):
@@ -183,7 +181,8 @@ def _advance(
     x, B, C, dt, A_log, D, dt_bias, ssm_state, starts, ends, past, slots, y,
     x_stride, B_stride, C_stride, dt_stride, ssm_stride, dt_low, dt_high,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-    ONE: tl.constexpr, MOVE: tl.constexpr, OUT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    ONE: tl.constexpr, MOVE: tl.constexpr, OUT: tl.constexpr, DITHER: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The recurrence over the tokens of one row (ONE: it has one), for BLOCK_P rows of one head's state. MOVE: the
     state is stored in the end; OUT: so is what each token reads from it."""
@@ -218,7 +217,8 @@ def _advance(
             tl.store(y + (at * HEADS + head) * DIM + p, made.to(y.dtype.element_ty), mask=in_p)
     if MOVE:
         moved = position + (end - first) - 1
-        tl.store(tile, _stored(state, ssm_state.dtype.element_ty, log_rate, moved, index), mask=inside & (end > first))
+        stored = _stored(state, ssm_state.dtype.element_ty, log_rate, moved, index, DITHER)
+        tl.store(tile, stored, mask=inside & (end > first))
 
 
 @triton.jit
@@ -249,6 +249,7 @@ def mamba_step(
     conv_state: Tensor,
     ssm_state: Tensor,
     rows: Rows,
+    dither: bool = False,
     shape: tuple[int, int, int] | None = None,
     fused: bool | None = None,
 ) -> Tensor:
@@ -268,7 +269,7 @@ def mamba_step(
         z, inputs = projected[:, :inner], projected[:, inner:]
         y = _mixed(
             inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state,
-            rows.starts, rows.starts[1:], rows.past, rows.slots, 1, shape=shape,
+            rows.starts, rows.starts[1:], rows.past, rows.slots, 1, dither=dither, shape=shape,
         )  # fmt: skip
         return gated_norm(y, z, norm_weight, groups, eps)
     gated = torch.empty(count, inner, dtype=torch.float32, device=projected.device)
@@ -279,7 +280,8 @@ def mamba_step(
         projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, conv_state, ssm_state, rows.past, rows.slots,
         gated, counters(projected.device, count * groups), out,
         projected.stride(0), conv_state.stride(0), ssm_state.stride(0), dt_limit[0], min(dt_limit[1], 3e38), eps,
-        heads, dim, n, groups, reach, taps, conv_bias is not None, parts, block_p, block_n, block_g,
+        heads, dim, n, groups, reach, taps, conv_bias is not None, parts,
+        dither and ssm_state.dtype == torch.float16, block_p, block_n, block_g,
         num_warps=warps, maxnreg=registers, **OPTIONS,
     )  # fmt: skip
     return out
@@ -333,6 +335,7 @@ def mamba_replay(
     slots: Tensor,
     past: Tensor,
     counts: Tensor,
+    dither: bool = False,
 ) -> None:
     """See ops.mamba_replay. Nobody waits for anything here: the counts stay on the device."""
     longest, device = ring.shape[1], ring.device
@@ -340,7 +343,7 @@ def mamba_replay(
     starts = torch.arange(0, len(inputs), longest, dtype=torch.int32, device=device)
     _mixed(
         inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state,
-        starts, starts + counts.int(), past, slots, longest, out=False,
+        starts, starts + counts.int(), past, slots, longest, out=False, dither=dither,
     )  # fmt: skip
 
 
@@ -362,6 +365,7 @@ def _mixed(
     longest: int,
     move: bool = True,
     out: bool = True,
+    dither: bool = False,
     shape: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """Convolution and recurrence of [xBC, dt] -> y [T, inner], if `out`; the states of the rows move on, if `move`."""
@@ -381,7 +385,8 @@ def _mixed(
             x, B, C, dt, A_log, D, dt_bias, ssm_state, starts, ends, past, slots, y,
             x.stride(0), B.stride(0), C.stride(0), dt.stride(0), ssm_state.stride(0), dt_limit[0],
             min(dt_limit[1], 3e38),
-            heads, dim, n, groups, parts, longest == 1 and out, move, out, block_p,
-            triton.next_power_of_2(n), num_warps=warps, maxnreg=registers, **OPTIONS,
+            heads, dim, n, groups, parts, longest == 1 and out, move, out,
+            dither and ssm_state.dtype == torch.float16, block_p, triton.next_power_of_2(n),
+            num_warps=warps, maxnreg=registers, **OPTIONS,
         )  # fmt: skip
     return y
