@@ -1,6 +1,7 @@
 """Grouped-query attention over KV pages: split-KV for rows of few tokens, query tiles for longer rows.
 
-All query heads of a KV head share a tile, so keys and values are read once per KV head. Softmax in base 2, fp32.
+All query heads of a KV head share a tile, so keys and values are read once per KV head. Softmax in base 2, fp32. Of a
+cache of 8-bit floats k_scale is a factor of the scores and v_scale one of the result.
 """
 
 import torch
@@ -8,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leyden.ops.reference import attention as reference
 from leyden.ops.rows import Rows
 from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
 
@@ -18,9 +18,10 @@ _FEW = 8  # tokens of a row whose queries are one tile
 
 @triton.jit
 def _kv_write(
-    k, v, cache, starts, past, pages, R, k_stride, v_stride, half, pages_stride,
-    PAGE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+    k, v, cache, starts, past, pages, R, k_stride, v_stride, half, pages_stride, k_scale, v_scale,
+    PAGE: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
+    """One token. MOST: largest number of a cache of 8-bit floats, 0 for others."""
     token = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -32,11 +33,17 @@ def _kv_write(
     cell = (page * PAGE + position % PAGE) * WIDTH + at
     wait()
     release()
-    dtype = cache.dtype.element_ty
     key = tl.load(k + token.to(tl.int64) * k_stride + at, mask=inside, other=0.0)
-    tl.store(cache + cell, key.to(dtype), mask=inside)
+    tl.store(cache + cell, _narrowed(key, k_scale, cache.dtype.element_ty, MOST), mask=inside)
     value = tl.load(v + token.to(tl.int64) * v_stride + at, mask=inside, other=0.0)
-    tl.store(cache + half + cell, value.to(dtype), mask=inside)
+    tl.store(cache + half + cell, _narrowed(value, v_scale, cache.dtype.element_ty, MOST), mask=inside)
+
+
+@triton.jit
+def _narrowed(value, scale, dtype: tl.constexpr, MOST: tl.constexpr):
+    if MOST > 0.0:
+        value = tl.minimum(tl.maximum(value.to(tl.float32) / scale, 0.0 - MOST), MOST)
+    return value.to(dtype)
 
 
 @triton.jit
@@ -89,7 +96,7 @@ def _attend(
 @triton.jit
 def _decode(
     q, cache, starts, past, pages, out, part_acc, part_most, part_total, arrived,
-    q_stride, half, pages_stride, scale,
+    q_stride, half, pages_stride, scale, v_scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
     STAGES: tl.constexpr,
@@ -141,9 +148,9 @@ def _decode(
                     added = tl.load(part_acc + (base + i) * (BLOCK_M * BLOCK_D) + cell, cache_modifier=".cg")
                     own = tl.load(part_most + (base + i) * BLOCK_M + m, cache_modifier=".cg")
                     acc += added * tl.exp2((own - most) * scale)[:, None]
-                _write(acc, total, out, first + token, query, d, in_q, HEADS, D)
+                _write(acc * v_scale, total, out, first + token, query, d, in_q, HEADS, D)
         else:
-            _write(acc, total, out, first + token, query, d, in_q, HEADS, D)
+            _write(acc * v_scale, total, out, first + token, query, d, in_q, HEADS, D)
 
 
 @triton.jit
@@ -155,7 +162,7 @@ def _write(acc, total, out, index, query, d, in_q, HEADS: tl.constexpr, D: tl.co
 
 @triton.jit
 def _prefill(
-    q, cache, starts, past, pages, out, q_stride, half, pages_stride, scale,
+    q, cache, starts, past, pages, out, q_stride, half, pages_stride, scale, v_scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +197,7 @@ def _prefill(
             tile, acc, most, total, cache, table, half, common, end, none, before + token, scale,
             KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, True,
         )  # fmt: skip
-        value = acc / total[:, None]
+        value = acc * v_scale / total[:, None]
         tl.store(out + index * (HEADS * D) + query[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=in_q)
 
 
@@ -242,38 +249,35 @@ def _block(
 
 def kv_write(k: Tensor, v: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
     """See ops.kv_write. Page tables and lengths must be older than the kernel launched just before."""
-    if cache.dtype.itemsize == 1:
-        return reference.kv_write(k, v, cache, rows, k_scale, v_scale)
     count, width = len(k), k.shape[1] * k.shape[2]
     assert rows.pages is not None and k[0].is_contiguous() and v[0].is_contiguous() and cache[0].is_contiguous()
     if count:
-        number = len(rows.lens)
+        number, most = len(rows.lens), torch.finfo(cache.dtype).max if cache.dtype.itemsize == 1 else 0.0
         _kv_write[(count,)](
             k, v, cache, rows.starts, rows.past, rows.pages, number,
-            k.stride(0), v.stride(0), cache.stride(0), rows.pages.stride(0),
-            cache.shape[2], width, triton.next_power_of_2(width), triton.next_power_of_2(number),
+            k.stride(0), v.stride(0), cache.stride(0), rows.pages.stride(0), k_scale, v_scale,
+            cache.shape[2], width, most, triton.next_power_of_2(width), triton.next_power_of_2(number),
             num_warps=1, **OPTIONS,
         )  # fmt: skip
-    return None
 
 
 def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scale: float = 1.0) -> Tensor:
     """See ops.attention."""
-    if cache.dtype.itemsize == 1:
-        return reference.attention(q, cache, rows, k_scale, v_scale)
+    if cache.dtype.itemsize > 1:
+        k_scale = v_scale = 1.0
     (count, heads, dim), (_, _, page, kv, _) = q.shape, cache.shape
     assert rows.pages is not None and q[:1].is_contiguous() and cache[0].is_contiguous()
     out = torch.empty(count, heads, dim, dtype=q.dtype, device=q.device)
     if not count:
         return out
-    block_d, scale = max(16, triton.next_power_of_2(dim)), dim**-0.5 * _LOG2E
+    block_d, scale = max(16, triton.next_power_of_2(dim)), dim**-0.5 * _LOG2E * k_scale
     longest, share, number = max(rows.lens), heads // kv, len(rows.lens)
     if longest > _FEW:
         queries = max(1, 128 // share)
         block_m = max(16, triton.next_power_of_2(queries * share))
         _prefill[(triton.cdiv(longest, queries), kv, number)](
             q, cache, rows.starts, rows.past, rows.pages, out,
-            q.stride(0), cache.stride(0), rows.pages.stride(0), scale,
+            q.stride(0), cache.stride(0), rows.pages.stride(0), scale, v_scale,
             heads, kv, dim, page, queries, block_m, block_d, 64, 3, num_warps=8, **OPTIONS,
         )  # fmt: skip
         return out
@@ -285,7 +289,7 @@ def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scal
     part_most, part_total = torch.empty(2, parts, block_m, dtype=torch.float32, device=q.device)
     _decode[(splits, kv, number)](
         q, cache, rows.starts, rows.past, rows.pages, out, part_acc, part_most, part_total,
-        counters(q.device, number * kv), q.stride(0), cache.stride(0), rows.pages.stride(0), scale,
+        counters(q.device, number * kv), q.stride(0), cache.stride(0), rows.pages.stride(0), scale, v_scale,
         heads, kv, dim, page, longest, splits, block_m, block_d, block_s, triton.next_power_of_2(splits), 3,
         num_warps=4 if block_m <= 64 else 8, **OPTIONS,
     )  # fmt: skip

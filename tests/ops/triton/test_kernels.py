@@ -266,6 +266,22 @@ def test_attention(draw, device: str, heads: int, kv: int, dim: int, lens: list[
     close(attention.attention(q, cache, batch), reference_attention.attention(q, cache, batch))
 
 
+@pytest.mark.parametrize("lens", [None, [3, 1, 17, 9], [4, 1, 3, 2]])
+def test_attention_over_8_bit_floats(draw, device: str, lens: list[int] | None):
+    batch = rows(device, past=[0, 150, 30, 7], lens=lens, tokens=180)
+    tokens, scales = batch.tokens, (0.25, 0.5)
+    # numbers that the cache can hold: the interpreter rounds others in its own way
+    k, v = (draw(tokens, 2, 16).to(torch.float8_e4m3fn).float() * scale for scale in scales)
+    k[0, 0, 0] = 1000.0  # becomes the largest number
+    q = draw(tokens, 6, 16)
+    cache = draw(2, 4 * 45 + 1, 4, 2, 16).to(torch.float8_e4m3fn)
+    wanted_cache = cache.clone()
+    reference_attention.kv_write(k, v, wanted_cache, batch, *scales)
+    attention.kv_write(k, v, cache, batch, *scales)
+    assert torch.equal(cache.view(torch.uint8), wanted_cache.view(torch.uint8))
+    close(attention.attention(q, cache, batch, *scales), reference_attention.attention(q, cache, batch, *scales))
+
+
 @pytest.mark.parametrize(("causal", "window", "sinks"), [(False, None, False), (True, 5, True), (False, 100, True)])
 def test_block_attention(draw, device: str, causal: bool, window: int | None, sinks: bool):
     """Blocks of a drafter, one of them without a context."""
