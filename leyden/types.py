@@ -235,6 +235,8 @@ class Delta:
     stop_reason: int | None = None
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     queued: float = 0.0  # seconds from Request.arrival until it first ran, told once
+    drafted: int = 0  # drafts that the step tried, and how many of them were right
+    accepted: int = 0
     error: str | None = None
 
 
@@ -286,8 +288,8 @@ class Moves:
 
 @dataclass(slots=True)
 class Plan:
-    """A diff of the device tables, and the rows of the step: those of one token and as many drafts as the drafter
-    proposes come first, longer ones after.
+    """A diff of the device tables, and the rows of the step: those of one token and as many drafts as there can be come
+    first, longer ones after.
 
     In this order: moves, admits, copies and pages are carried out (all of them read before any writes), the rows run,
     then snapshots are taken.
@@ -300,6 +302,8 @@ class Plan:
     pages: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, index in its page table, page)
     rows: list[Row] = field(default_factory=list)
     snapshots: list[tuple[int, int]] = field(default_factory=list)  # (slot, slot that receives its state)
+    drafter: int = 0  # which one proposes `drafts` tokens behind each row that samples
+    drafts: int = 0
 
 
 @dataclass(slots=True)
@@ -309,7 +313,9 @@ class Sampled:
     tokens: list[int] = field(default_factory=list)  # the drafts that were right, and one more; none: it did not sample
     logprobs: list[TokenLogprobs] | None = None  # one per token, if asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per Row.targets
-    drafts: list[int] = field(default_factory=list)  # proposed for its next row, -1 where there is nothing to propose
+    # Proposed for its next row: -1 where there is nothing to propose, and where a grammar then refuses it.
+    drafts: list[int] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)  # how likely each is kept if those before it are, if known
 
 
 @dataclass(slots=True, kw_only=True)
@@ -332,8 +338,12 @@ class EngineStats:
     finished: dict[str, int] = field(default_factory=dict)  # by finish_reason
     step_tokens: int = 0  # sum over the steps
     step_sizes: list[int] = field(default_factory=lambda: [0] * (len(STEP_SIZES) + 1))  # steps per bucket, then more
-    drafts: int = 0  # drafts that were verified
-    drafted_tokens: int = 0
+    drafts: int = 0  # rows that had drafts to verify
+    drafted_tokens: int = 0  # those drafts
     accepted_tokens: list[int] = field(default_factory=list)  # by their position in the draft
+    hits: dict[str, int] = field(default_factory=dict)  # prompts by where their beginning was: none, device, host
+    recorded_steps: int = 0  # of the steps, those that ran from a recording (a graph, a program)
     failed_drafts: int = 0  # steps for which the drafter failed, so that the next one had no drafts
     draft_seconds: float = 0.0  # on the host, launches and failures included
+    verify_seconds: float = 0.0  # the same of the target's part of steps with drafts
+    synthetic: bool = False  # drafts are accepted by decree: the text is nonsense, only times mean something

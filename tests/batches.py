@@ -108,7 +108,7 @@ def pool(config: ModelConfig, slots: int = 4, tokens: int = 64, page: int = 4, *
     mixed = torch.randperm(shape.pages - 1, generator=torch.Generator().manual_seed(1)) + 1
     made.tables[1:] = mixed.view(slots - 1, per_slot)
     for array in (made.kv, made.conv, made.ssm):
-        array.fill_(1e3)
+        array.fill_(384)
     return made
 
 

@@ -3,7 +3,7 @@
 Rule of state: conv[:, slot] and ssm[:, slot] always equal the state after exactly committed[slot] tokens. Rows whose
 every token is certain (prompt tokens, single-token steps without drafts) let the mixer write the state that the scan
 ends with; rows with guesses leave it alone and write their inputs to `ring`, from which Nemotron.commit moves it over
-those that were right. commit() then moves `committed`. Nothing else moves it.
+those that were right. commit() then moves `committed`, or reach() in recorded steps. Nothing else moves it.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from leyden import ops
 from leyden.config.model import ModelConfig
 
 
@@ -40,6 +41,7 @@ class PoolShape:
     conv_dtype: torch.dtype
     ssm_dtype: torch.dtype
     draft: DraftShape = NO_DRAFTER
+    dither: bool = False  # decode steps round an fp16 state at random, not to nearest
 
     @property
     def pages_per_slot(self) -> int:
@@ -112,6 +114,10 @@ class Pool:
     def commit(self, slots: Tensor, tokens: Tensor) -> None:
         """The step is accepted: `tokens` (int32 [R]) more tokens of each slot (int64 [R]) are in state and pages."""
         self.committed.index_add_(0, slots, tokens)
+
+    def reach(self, slots: Tensor, tokens: Tensor) -> None:
+        """The same for a recorded step, which knows how many tokens (int32 [R]) each slot (int32 [R]) has now."""
+        ops.put(tokens, self.committed, slots)
 
     @staticmethod
     def page_bytes(config: ModelConfig, page: int, kv_dtype: torch.dtype, draft: DraftShape = NO_DRAFTER) -> int:

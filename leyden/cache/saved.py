@@ -48,6 +48,7 @@ def identity(model: nn.Module, pool: Pool) -> dict[str, Any]:
         weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + some)
     arrays = [(str(a.dtype), a.shape[0], *a.shape[2:]) for a in pool.states]
     arrays += [(str(a.dtype), a.shape[0], *a.shape[3:]) for a in pool.paged]
+    weights.update(str([(m.k_scale, m.v_scale) for m in model.modules() if hasattr(m, "k_scale")]).encode())
     return {"config": config, "weights": weights.hexdigest(), "arrays": [list(array) for array in arrays]}
 
 

@@ -157,8 +157,8 @@ def _put(arrays: tuple[Tensor, ...], widths: tuple[int, ...], numbers: list[int]
     index = torch.tensor(numbers, dtype=torch.int64, device=arrays[0].device)
     for array, part in zip(arrays, rows.split(widths, 1), strict=True):
         if part.numel():
-            shape = array.movedim(dim, 0).shape[1:]
-            array.index_copy_(dim, index, part.clone().view(array.dtype).view(-1, *shape).movedim(0, dim))
+            kept = array.view(torch.uint8)  # not every dtype has this copy
+            kept.index_copy_(dim, index, part.view(-1, *kept.movedim(dim, 0).shape[1:]).movedim(0, dim))
 
 
 def _runs(places: list[int]) -> Iterator[tuple[int, int, int]]:

@@ -14,6 +14,7 @@ BENCHES = {
     "agents": ("leyden.bench.agents", "how much of what agents send again is computed again"),
     "hit": ("leyden.bench.hit", "what a long prompt costs that is cached, on the device or in host memory"),
     "pace": ("leyden.bench.pace", "what a long prompt does to the others' times between tokens"),
+    "accept": ("leyden.bench.accept", "what drafts bring: tokens per step, tokens per second, the same text"),
     "soak": ("leyden.bench.soak", "whether an engine at full load leaks anything"),
 }
 

@@ -52,15 +52,20 @@ def main(argv: Sequence[str]) -> int:
 def _report(launch: Launch, total: int, name: str) -> None:
     import torch
 
+    from leyden.cache.pool import NO_DRAFTER
     from leyden.engine.memory import divide, dtype_of
     from leyden.model import checkpoint
+    from leyden.spec.load import room
 
     config = launch.engine
     folder = resolve(config.model, config.revision)
     model = ModelConfig.from_folder(folder, config.hf_overrides)
     dtype = dtype_of(config.dtype, getattr(torch, model.dtype), "--dtype")
-    network = checkpoint.build(model, dtype, "meta")
+    drafting = config.speculative.settle(model, str(folder)) if config.speculative else None
+    network = checkpoint.build(model, dtype, "meta", drafting is not None and "mtp" in drafting.methods(model))
     weights = sum(p.numel() * p.element_size() for p in network.parameters())
+    if drafting is not None and drafting.model:
+        weights += sum(file.stat().st_size for file in drafting.folder.glob("*.safetensors"))
     free = int(total * config.gpu_memory_utilization) - weights
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{config.model}[/] on {name}")
@@ -71,7 +76,9 @@ def _report(launch: Launch, total: int, name: str) -> None:
             f"(--gpu-memory-utilization) are {total * config.gpu_memory_utilization / GIB:.1f} GiB; "
             "a quantised checkpoint or a larger device would fit"
         )
-    split = divide(config, model, dtype, "cuda", free)
+    split = divide(config, model, dtype, "cuda", free, room(drafting, model) if drafting else NO_DRAFTER)
+    if drafting is not None:
+        console.print(f"  drafts    {drafting}; counted above and below")
     console.print(f"  cache     {split}")
     per_token = split.page_bytes / split.shape.page
     console.print(f"  costs     {per_token:,.0f} bytes a token, {split.slot_bytes / 2**20:.1f} MiB a state")

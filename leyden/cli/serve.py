@@ -120,6 +120,7 @@ def _rows(launch: Launch, facts: Mapping[str, Any], seconds: float) -> list[tupl
             f"{facts['max_num_seqs']} at once, {facts['max_num_batched_tokens']:,} tokens per step; "
             f"{tokens // longest if longest else 0} of the longest context ({longest:,} tokens)",
         ),
+        *([("drafts", str(facts["drafting"]))] if facts.get("drafting") else []),
         ("url", url(launch.server)),
         ("ready", f"after {seconds:.1f} s"),
     ]

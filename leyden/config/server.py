@@ -59,6 +59,7 @@ class ServerConfig:
     enable_force_include_usage: bool = False
     enable_server_load_tracking: bool = False
     enable_per_request_metrics: bool = False
+    per_request_spec_decode_metrics: str = "none"  # summary: what became of drafts; detailed: of each step's
     fingerprint_mode: str = "full"
     fingerprint_value: str | None = None
     stream_interval: int = 1  # tokens of one stream chunk; the first and the last chunk never wait

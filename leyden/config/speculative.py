@@ -44,13 +44,6 @@ _IGNORED = {
     "disable_lookahead_block_hashes": _ALWAYS,
     "index_share_for_mtp_iteration": "there is no sparse index to share",
 }
-# fields that the engine does not look at yet, and what it does instead
-_LATER = {
-    "num_speculative_tokens_per_batch_size": "not yet: the number of drafts does not depend on the load",
-    "enable_adaptive_verification": "not yet: all drafts are tried",
-    "synthetic_acceptance_rates": "not yet: the target decides what is kept",
-    "synthetic_acceptance_length": "not yet: the target decides what is kept",
-}
 # beginning of keys -> why they cannot be served, unless null or false
 _REFUSED = {
     "tensor_parallel_size": "the key is draft_tensor_parallel_size",
@@ -115,6 +108,17 @@ class SpeculativeConfig:
             values["method"] = _method(values["method"])
         return cls(**values)
 
+    def __str__(self) -> str:
+        what = self.method + (f" ({self.model})" if self.model else "")
+        most = "up to " if self.scheduled or self.num_speculative_tokens_per_batch_size else ""
+        decree = "; SYNTHETIC: kept by decree, answers are nonsense" if self.rates else ""
+        return f"{what}, {most}{self.num_speculative_tokens} per step{decree}"
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the number of drafts follows what steps take and what is kept."""
+        return self.method == "auto" or self.enable_adaptive_verification
+
     @property
     def folder(self) -> Path:
         """Of the drafter's own files; fetched if needed."""
@@ -131,7 +135,7 @@ class SpeculativeConfig:
             what = "is a part of the target's checkpoint" if self.method == "mtp" else "needs no model"
             raise ConfigError(f"--speculative-config.model {self.model}: {self.method} {what}; leave the key out")
         if not own:
-            network = self._network()
+            network = self.network()
         method = self.method or (network.method if network else "mtp")
         if method in ("dflash", "dspark") and network is None:
             raise ConfigError(f"--speculative-config.model: {method} drafters have files of their own; name the folder")
@@ -155,7 +159,15 @@ class SpeculativeConfig:
         more = (min(1.0, max(0.0, length - 1 - i)) for i in range(self.num_speculative_tokens))
         return tuple(more) if length else self.synthetic_acceptance_rates
 
-    def _network(self) -> DrafterConfig:
+    def methods(self, target: ModelConfig) -> tuple[str, ...]:
+        """What drafts in a settled configuration; auto is all that there is, or n-grams where there is nothing."""
+        if self.method != "auto":
+            return (self.method,)
+        found = ["mtp"] if target.num_nextn_predict_layers else []
+        return tuple(found + ([self.network().method] if self.model else [])) or ("ngram",)
+
+    def network(self) -> DrafterConfig:
+        """Of the drafter's own files. Raises ConfigError if they are no drafter's, or not one for `method`."""
         raw = read_json(self.folder / "config.json")
         name = (raw.get("architectures") or [""])[0]
         if name not in METHODS:
@@ -191,8 +203,7 @@ class SpeculativeConfig:
 
 def notes(raw: Mapping[str, Any]) -> list[str]:
     """One line for each key that changes nothing here."""
-    reasons = _IGNORED | _LATER
-    found = [f"{key} {value} has no effect: {reasons[key]}" for key, value in raw.items() if key in reasons and value]
+    found = [f"{key} {value} has no effect: {_IGNORED[key]}" for key, value in raw.items() if key in _IGNORED and value]
     if raw.get("rejection_sample_method") == "block":
         found.append("rejection_sample_method block has no effect: drafts are kept while they are what the target says")
     return [f"--speculative-config.{line}" for line in found]

@@ -1,8 +1,9 @@
 """The loop: plan (host), run (device), commit (host)."""
 
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from leyden import log
 from leyden.cache import saved
 from leyden.cache.pool import NO_DRAFTER, Pool
 from leyden.cache.store import Store
-from leyden.config.engine import EngineConfig
+from leyden.config.engine import CAPTURE_SIZES, EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
+from leyden.config.speculative import SpeculativeConfig
 from leyden.engine.grammar import Allowed, Compiler, Grammars
 from leyden.engine.memory import Split, divide, dtype_of, free
 from leyden.engine.runner import Runner, StepOutput
@@ -25,7 +27,9 @@ from leyden.model import checkpoint
 from leyden.model.nemotron import Nemotron
 from leyden.model.rounded import narrow
 from leyden.spec.drafter import Drafter
-from leyden.spec.load import load
+from leyden.spec.load import load, room
+from leyden.spec.schedule import Schedule
+from leyden.spec.synthetic import Synthetic
 from leyden.text.tokenizer import Tokenizer
 from leyden.types import Delta, EngineStats, Plan, Request, Row
 
@@ -56,12 +60,17 @@ class Engine:
         max_logprobs: int = 20,
         cache_dir: str | None = None,
         cache_save_interval: float = 0,
-        drafter: Drafter | None = None,
+        drafters: Sequence[Drafter] = (),
         coupled: bool = False,
+        capture_sizes: tuple[int, ...] = CAPTURE_SIZES,
+        rates: Sequence[float] = (),
+        drafting: str = "",
         **limits: Any,
     ):
-        """`tokenizer` is called when the first request with a grammar comes. `drafter` has room in the pool if `split`
-        knows of it; `coupled`: its drafts are drawn with the noise of the tokens that they guess.
+        """`tokenizer` is called when the first request with a grammar comes. `drafters` have room in the pool if
+        `split` knows of them; `coupled`: their drafts are drawn with the noise of the tokens that they guess; `rates`:
+        so often are 1, 2, ... of them kept, whatever the target says; `drafting`: all that in words. `capture_sizes`:
+        EngineConfig's, of the steps on CUDA.
 
         With `cache_dir` the cache is read from there now, and saved at close() and every `cache_save_interval` seconds.
         """
@@ -97,10 +106,12 @@ class Engine:
         pool = Pool(model.config, shape, device)
         store = Store(pool, split.host_slots, split.host_pages) if split.host_slots else None
         sampler = Sampler(shape.slots, model.config.vocab_size, device, shape.draft.width)
-        self.runner = Runner(model, pool, sampler, drafter, coupled, store)
+        if rates:
+            sampler.decree = Synthetic(rates, limits.get("seed", 0), device)
+        self.runner = Runner(model, pool, sampler, drafters, coupled, store, capture_sizes)
         eos = self.config.eos_token_ids
         self.grammars = Grammars(Compiler(tokenizer, self.config.vocab_size, eos), self.config.vocab_size, eos)
-        self._overlap = overlap
+        self._overlap, self._drafting = overlap, drafting
         self._launched: tuple[Plan, StepOutput] | None = None
         self._cache_dir = Path(cache_dir) if cache_dir and self.scheduler.limits.prefix_caching else None
         self._save_interval, self._saved_at = cache_save_interval, time.monotonic()
@@ -119,7 +130,7 @@ class Engine:
         architecture = ModelConfig.from_folder(folder, config.hf_overrides)
         dtype = dtype_of(config.dtype, getattr(torch, architecture.dtype), "--dtype")
         drafting = config.speculative.settle(architecture, str(folder)) if config.speculative else None
-        mtp = drafting is not None and drafting.method == "mtp"
+        mtp = drafting is not None and "mtp" in drafting.methods(architecture)
         model = checkpoint.build(architecture, dtype, device, mtp)
         if config.load_format == "dummy":
             if config.quantization:
@@ -134,13 +145,19 @@ class Engine:
         ):
             torch.set_num_threads(1)
         model.eval().requires_grad_(False)
-        drafter, room = load(drafting, model) if drafting else (None, NO_DRAFTER)
-        split = divide(config, architecture, dtype, device.type, free(config, device), room)
+        drafters = load(drafting, model) if drafting else []
+        taken = room(drafting, architecture) if drafting else NO_DRAFTER
+        split = divide(config, architecture, dtype, device.type, free(config, device), taken)
+        if split.shape.kv_dtype.itemsize == 1:
+            logger.warning("an FP8 cache has no kernels on the CPU: steps are slower than with other caches")
+            if not dict(checkpoint.cache_scales(model)):
+                logger.warning("the checkpoint has no scales for an FP8 cache (k_scale, v_scale): 1.0 is used")
         engine = cls(
             model,
             split,
-            drafter=drafter,
-            coupled=drafting is not None and drafting.draft_sample_method == "probabilistic",
+            capture_sizes=config.capture_sizes,
+            drafters=drafters,
+            **(_speculation(drafting, drafters) if drafting else {}),
             tokenizer=lambda: Tokenizer.from_folder(texts),
             overlap=device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
             max_logprobs=config.max_logprobs,
@@ -177,6 +194,8 @@ class Engine:
             "max_logprobs": self.max_logprobs,
             "async_scheduling": self._overlap,
             "vocab_size": self.config.vocab_size,
+            "drafting": self._drafting,
+            "drafts": self.scheduler.limits.drafts,
         }
 
     def ready(self, request: Request) -> bool:
@@ -252,8 +271,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         stats = self.scheduler.stats()
+        stats.recorded_steps = self.runner.recorded_steps
         if self.runner.drafting is not None:
             stats.failed_drafts, stats.draft_seconds = self.runner.drafting.failures, self.runner.drafting.seconds
+            stats.verify_seconds = self.runner.verify_seconds
+            stats.synthetic = self.runner.sampler.decree is not None
         return stats
 
     def check(self) -> None:
@@ -311,6 +333,22 @@ class Engine:
             raise RequestError(message, params.grammar.param)
         if self.scheduler.has(request.id):
             raise RequestError(f"a request with the id {request.id!r} is running already", "request_id")
+
+
+def _speculation(config: SpeculativeConfig, drafters: Sequence[Drafter]) -> dict[str, Any]:
+    """Options of the engine, as a settled configuration has them."""
+    if config.rates:
+        logger.warning("drafts are accepted by decree: answers are nonsense, only times mean something")
+    ranges = config.num_speculative_tokens_per_batch_size
+    if not config.scheduled and not ranges:
+        ranges = ((1, sys.maxsize, config.num_speculative_tokens),)
+    return {
+        "coupled": config.draft_sample_method == "probabilistic",
+        "rates": config.rates,
+        "schedule": Schedule([drafter.width for drafter in drafters], ranges),
+        "shorten": config.enable_adaptive_verification,
+        "drafting": str(config),
+    }
 
 
 def _device(name: str) -> torch.device:

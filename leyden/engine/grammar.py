@@ -353,9 +353,12 @@ class Grammars:
             places += range(place, place + row.drafts + 1)
             if not self._closed(answer, words[n]):
                 fill[n] = answer.matcher
-            for i in answer.along(self._drafts.get(row.slot, [])[: row.drafts]):
-                if not self._closed(answer, words[n + 1 + i]):
-                    answer.matcher.fill_next_token_bitmask(words, n + 1 + i)
+            drafts, taken = self._drafts.get(row.slot, []), 0
+            for i in answer.along(drafts[: row.drafts]):
+                taken = i + 1
+                if not self._closed(answer, words[n + taken]):
+                    answer.matcher.fill_next_token_bitmask(words, n + taken)
+            drafts[taken:] = [-1] * (len(drafts) - taken)  # so they do not count as drafts
         if fill:
             self._filler.batch_fill_next_token_bitmask(list(fill.values()), words, list(fill))
         words[~words.any(1)] = -1  # a grammar that leads nowhere: it will refuse what is sampled, whatever that is

@@ -1,6 +1,7 @@
 """Divides measured memory once, between state slots and KV pages, and says what that gives."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ _SNAPSHOT_SHARE = 0.5  # of what the running states leave: the rest is for pages
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "float16": torch.float16, "half": torch.float16} | {
     "bfloat16": torch.bfloat16
 }
+_CACHE_DTYPES = _DTYPES | {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}  # of keys and values
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,13 @@ class Split:
         return f"; in {gib:.2f} GiB of host memory {self.host_slots} states and {self.host_pages} pages more"
 
 
-def dtype_of(name: str, auto: torch.dtype, flag: str) -> torch.dtype:
+def dtype_of(name: str, auto: torch.dtype, flag: str, known: Mapping[str, torch.dtype] = _DTYPES) -> torch.dtype:
     """The torch dtype that a flag names; "auto" gives `auto`."""
     if name == "auto":
         return auto
-    if name not in _DTYPES:
-        raise ConfigError(f"{flag} {name} is not available here; accepted are auto, {', '.join(sorted(_DTYPES))}")
-    return _DTYPES[name]
+    if name not in known:
+        raise ConfigError(f"{flag} {name} is not available here; accepted are auto, {', '.join(sorted(known))}")
+    return known[name]
 
 
 def divide(
@@ -81,7 +83,7 @@ def divide(
     Raises ConfigError with the numbers if not even one sequence of max_model_len fits. Where --max-model-len was not
     given, the model's own limit is lowered to what fits instead.
     """
-    kv_dtype = dtype_of(config.kv_cache_dtype, dtype, "--kv-cache-dtype")
+    kv_dtype = dtype_of(config.kv_cache_dtype, dtype, "--kv-cache-dtype", _CACHE_DTYPES)
     ssm_auto = dtype_of(model.mamba_ssm_cache_dtype, torch.float32, "mamba_ssm_cache_dtype")
     ssm_dtype = dtype_of(config.mamba_ssm_cache_dtype, ssm_auto, "--mamba-ssm-cache-dtype")
     page_bytes = Pool.page_bytes(model, config.block_size, kv_dtype, draft)
@@ -128,6 +130,7 @@ def divide(
         conv_dtype=dtype,
         ssm_dtype=ssm_dtype,
         draft=draft,
+        dither=config.enable_mamba_cache_stochastic_rounding,
     )
     host_slots, host_pages = _tier(config, snapshots * slot_bytes, pages * page_bytes, slot_bytes, page_bytes)
     step = config.max_num_scheduled_tokens or config.max_num_batched_tokens

@@ -40,15 +40,15 @@ class Pace:
     def now(self) -> float:
         return self._clock()
 
-    def took(self, started: float, streams: int, chunk: int) -> None:
+    def took(self, started: float, streams: int, chunk: int) -> float:
         """A step launched at `started` is done: `streams` rows that somebody waits for, `chunk` tokens of prompts.
 
-        With async scheduling it waited for the step before it: it took the time since that one was done.
+        With async scheduling it waited for the step before it: it took the time since that one was done, which is told.
         """
         now = self.now()
         seconds, self._ended = now - max(started, self._ended), now
         if not streams:
-            return
+            return seconds
         if not chunk:
             self._alone = _blend(self._alone, seconds)
         elif chunk <= self._probe:
@@ -59,6 +59,7 @@ class Pace:
             if self._trials and chunk >= LEAST:
                 self._rate = _blend(self._rate, max(seconds - self._floor, 0.01 * seconds) / chunk)
                 self._last = max(LEAST, chunk)
+        return seconds
 
     def room(self) -> int:
         """Prompt tokens for the next step, if it has rows that somebody waits for."""

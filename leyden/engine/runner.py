@@ -1,5 +1,6 @@
 """Runs one step on the device: apply the plan's diff, forward, sample, commit, draft. Returns before it is done."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -8,9 +9,11 @@ from torch import Tensor
 
 from leyden.cache.pool import Pool
 from leyden.cache.store import Store
+from leyden.config.engine import CAPTURE_SIZES
 from leyden.engine.batch import build
 from leyden.engine.capture import graphs
-from leyden.engine.drafting import Drafting
+from leyden.engine.draft_graphs import DraftGraphs
+from leyden.engine.drafting import Drafted, Drafting
 from leyden.engine.grammar import Allowed
 from leyden.engine.sampler import Drawn, Sampler
 from leyden.engine.transfer import upload
@@ -20,16 +23,17 @@ from leyden.types import Plan, Row, Sampled, TokenLogprobs
 
 
 class Runner:
-    """The model, its pool, its sampler and its drafter, if there is one, all on one device."""
+    """The model, its pool, its sampler and its drafters, if there are any, all on one device."""
 
     def __init__(
         self,
         model: Nemotron,
         pool: Pool,
         sampler: Sampler,
-        drafter: Drafter | None = None,
+        drafters: Sequence[Drafter] = (),
         coupled: bool = False,
         store: Store | None = None,
+        capture_sizes: tuple[int, ...] = CAPTURE_SIZES,
     ):
         """`coupled`: drafts are drawn with the noise of the tokens that they guess, not the most likely ones. `store`
         is the tier of host memory."""
@@ -37,8 +41,11 @@ class Runner:
         self.pool = pool
         self.store = store
         self.sampler = sampler
-        self.drafting = None if drafter is None else Drafting(drafter, model, pool, sampler, coupled)
-        self.graphs = graphs(model, pool, sampler)
+        self.drafting = Drafting(drafters, model, pool, sampler, coupled) if drafters else None
+        self.recorded_steps = 0
+        self.verify_seconds = 0.0  # of steps with drafts, on the host
+        self.graphs = graphs(model, pool, sampler, capture_sizes)
+        self.draft_graphs = DraftGraphs(model, pool, sampler, self.drafting) if self.drafting else None
 
     @torch.inference_mode()
     def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None] = lambda rows: None) -> "StepOutput":
@@ -47,8 +54,12 @@ class Runner:
         rows = plan.rows
         sampling = [i for i, row in enumerate(rows) if row.sample]
         output = StepOutput(len(rows), sampling, None, {}, None)
-        if self.drafting is None:
+        started = time.perf_counter()
+        if self.draft_graphs is None:
             output.drawn = self._recorded(rows, allowed)
+        elif (done := self.draft_graphs.run(plan, allowed)) is not None:
+            output.drawn, output.drafts = done
+        self.recorded_steps += output.drawn is not None
         if output.drawn is None:
             batch = build(rows, self.pool, self.sampler.last, self.sampler.drafts)
             hidden, taps = self.model(batch.tokens, batch.context, self.drafting.taps if self.drafting else ())
@@ -64,7 +75,9 @@ class Runner:
                     counts = counts.index_add(0, batch.sampling, (output.drawn.accepted - batch.drafts).int())
             self.model.commit(batch.context, batch.slots, counts)
             if self.drafting is not None:
-                output.drafts = self.drafting.run(rows, batch, hidden, taps, output.drawn)
+                output.drafts = self.drafting.run(plan, batch, hidden, taps, output.drawn)
+        if any(row.drafts for row in rows):
+            self.verify_seconds += time.perf_counter() - started
         if plan.snapshots:
             self.pool.copy_states(*self._columns(plan.snapshots))
         return output
@@ -134,7 +147,7 @@ class StepOutput:
     sampling: list[int]  # rows that sample
     drawn: Drawn | None
     prompt: dict[int, list[TokenLogprobs]]  # row -> prompt log-probabilities
-    drafts: Tensor | None  # int64 [rows that sample, width]
+    drafts: Drafted | None  # behind the rows that sample
 
     def read(self) -> list[Sampled]:
         """One Sampled per row of the plan. Waits for the device."""
@@ -143,8 +156,10 @@ class StepOutput:
             for i, sampled in zip(self.sampling, self.drawn.read(), strict=True):
                 results[i] = sampled
         if self.drafts is not None:
-            for i, drafts in zip(self.sampling, self.drafts.tolist(), strict=True):
-                results[i].drafts = drafts
+            drafts, confidence = self.drafts.read()
+            for n, i in enumerate(self.sampling):
+                results[i].drafts = drafts[n]
+                results[i].confidence = confidence[n] if confidence else []
         for i, entries in self.prompt.items():
             results[i].prompt_logprobs = entries
         return results

@@ -13,6 +13,7 @@ from leyden.engine.banned import Banned
 from leyden.engine.grammar import Allowed
 from leyden.engine.thinking import Budgets
 from leyden.engine.transfer import Readback, upload
+from leyden.spec.synthetic import Synthetic
 from leyden.types import Admit, Row, Sampled, TokenLogprobs
 
 _COLUMNS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -40,8 +41,9 @@ class Sampler:
         self._device = device
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)
         self.drafts = torch.full((slots, width), -1, dtype=torch.int64, device=device)
+        self.decree: Synthetic | None = None  # what says how many drafts are kept, in place of the target
         # Ids that end a sequence, -1 behind them, and where they begin to: known here where drafts may follow them.
-        self._stops = torch.full((slots, 1), -1, dtype=torch.int64, device=device)
+        self.stops = torch.full((slots, 1), -1, dtype=torch.int64, device=device)
         self._open_at = torch.zeros(slots, dtype=torch.int64, device=device)
         self._budgets = Budgets(slots, vocab_size, device)
         self._banned = Banned(slots, device)
@@ -73,12 +75,12 @@ class Sampler:
 
     def _admit_stops(self, admits: list[Admit], slots: Tensor) -> None:
         self.drafts[slots] = -1
-        missing = max(len(a.stop_ids) for a in admits) - self._stops.shape[1]
+        missing = max(len(a.stop_ids) for a in admits) - self.stops.shape[1]
         if missing > 0:
-            self._stops = torch.cat([self._stops, self._stops.new_full((len(self._stops), missing), -1)], dim=1)
-        width = self._stops.shape[1]
+            self.stops = torch.cat([self.stops, self.stops.new_full((len(self.stops), missing), -1)], dim=1)
+        width = self.stops.shape[1]
         stops = [[*a.stop_ids, *[-1] * (width - len(a.stop_ids))] for a in admits]
-        self._stops[slots] = torch.tensor(stops, device=self._device)
+        self.stops[slots] = torch.tensor(stops, device=self._device)
         open_at = [0 if a.params.grammar is not None else a.prompt_len + a.params.min_tokens for a in admits]
         self._open_at[slots] = torch.tensor(open_at, device=self._device)
 
@@ -138,20 +140,27 @@ class Sampler:
         grid = firsts[:, None] + np.minimum(np.arange(width + 1), drafts[:, None])
         places = torch.from_numpy(grid).to(self._device, non_blocking=True)
         guesses = torch.where(places.diff(dim=1) > 0, self.drafts[slots, :width], -1)
-        begins = positions[places[:, :1]]
-        running = ~self._ends(slots, begins - 1, self.last[slots][:, None])  # nothing is right behind the end
+        begins, before = positions[places[:, 0]], self.last[slots]
+        running = ~self._ends(slots, begins[:, None] - 1, before[:, None])[:, 0]  # nothing is right behind the end
 
         if allowed is None and self.plain(rows):
             of = torch.from_numpy(np.repeat(np.arange(len(rows)), drafts + 1)).to(self._device, non_blocking=True)
             tokens = self.draw(slots[of], positions, logits)[places]
+            if self.decree is not None:
+                kept = self.decree.kept(slots, begins - 1)[:, None]
+                tokens = _decreed(tokens, guesses, kept)
         else:
-            tokens = self._walk(rows, slots, positions, logits, allowed, grid, guesses, running[:, 0])
-        reach = torch.arange(width + 1, device=self._device)
-        ends = self._ends(slots, begins + reach[:width], tokens[:, :width])
-        accepted = ((tokens[:, :width] == guesses) & ~ends & running).int().cumprod(1).sum(1)
-        self.last[slots] = tokens.gather(1, accepted[:, None])[:, 0]
-        values = self._values(rows, places, logits, tokens)
-        return Drawn(torch.where(reach <= accepted[:, None], tokens, -1), accepted, values)
+            tokens = self._walk(rows, slots, positions, logits, allowed, grid, guesses, running)
+        kept, counts, newest, *_ = self.accept(slots, tokens, guesses, before, begins)
+        self.last[slots] = newest
+        return Drawn(kept, counts.long() - 1, self._values(rows, places, logits, tokens))
+
+    def accept(
+        self, slots: Tensor, tokens: Tensor, guesses: Tensor, before: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """See ops.accept; what ends a sequence is known here."""
+        stops, open_at = ops.take(self.stops, slots), ops.take(self._open_at, slots)
+        return ops.accept(tokens, guesses, before, positions, stops, open_at)
 
     def _walk(
         self,
@@ -219,7 +228,7 @@ class Sampler:
 
     def _ends(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
         """bool [R, n]: whether `tokens` at `positions` (int64 [R, n]) end the sequences in slots [R]."""
-        stops = (tokens[..., None] == self._stops[slots][:, None]).any(-1)
+        stops = (tokens[..., None] == self.stops[slots][:, None]).any(-1)
         return stops & (positions >= self._open_at[slots][:, None])
 
     def pick(self, slots: Tensor, positions: Tensor) -> Callable[[Tensor, int], Tensor]:
@@ -228,7 +237,7 @@ class Sampler:
         Then a draft is right most often: where target and draft are nearly of one mind, they draw the same token.
         (Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding", 2024.)
         """
-        return lambda logits, i: self.draw(slots, positions.long() + 1 + i, logits)
+        return lambda logits, i: self.draw(slots, ops.ahead(positions, i + 2, torch.int64)[i + 1], logits)
 
     def draw(self, slots: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         """int64 [S]: what temperature, min_p, top_k and top_p make of the logits."""
@@ -283,6 +292,14 @@ def _constrain(raw: Tensor, logits: Tensor, allowed: Allowed) -> Tensor:
     logits = logits.clone() if logits is raw else logits
     logits[at] = torch.where(nothing, raw[at].masked_fill(closed, float("-inf")), wanted)
     return logits
+
+
+def _decreed(tokens: Tensor, guesses: Tensor, kept: Tensor) -> Tensor:
+    """tokens [R, width + 1], equal to guesses [R, width] at the first kept [R, 1] places, and different behind them."""
+    width = guesses.shape[1]
+    same = (torch.arange(width, device=tokens.device) < kept) & (guesses >= 0)
+    other = torch.where(tokens[:, :width] == guesses, (guesses == 0).long(), tokens[:, :width])
+    return torch.cat([torch.where(same, guesses, other), tokens[:, width:]], dim=1)
 
 
 @dataclass(slots=True)

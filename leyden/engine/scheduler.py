@@ -13,12 +13,14 @@ import heapq
 import random
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
 
 from leyden.cache.prefix import Chain, Hit, Node, PrefixCache
 from leyden.cache.tier import Tier
 from leyden.engine.pace import Pace
 from leyden.engine.repetition import repeats
+from leyden.spec.schedule import NONE, Choice, Schedule
 from leyden.types import MAX_SEED, STEP_SIZES, Admit, Delta, EngineStats, Plan, Request, Row, Sampled, TokenLogprobs
 
 
@@ -66,8 +68,10 @@ class Sequence:
     order: tuple[int, float, int]  # (priority, arrival, number): lower runs first, higher is preempted first
     computed: int = 0  # tokens that launched steps cover, if all drafts in them are right
     pending: int = 0  # tokens that launched steps will have sampled, if all drafts in them are right
-    guesses: int = 0  # the drafts in those steps
+    guesses: int = 0  # of these, tokens that may not become part of it: the drafts in those steps
     drafts: int = 0  # drafts that wait on the device for its next row
+    proposed: list[int] = field(default_factory=list)  # the drafts that the last committed step brought
+    confidence: list[float] = field(default_factory=list)  # in them
     slot: int = 0  # 0: not running
     chain: Chain | None = None  # its pages, while it runs
     marks: tuple[int, ...] = ()  # lengths at which its state is to be kept, longest first
@@ -94,8 +98,20 @@ class Sequence:
 class Scheduler:
     """Sequences, waiting and running, and the free lists of slots and pages."""
 
-    def __init__(self, limits: Limits, eos_token_ids: Iterable[int] = (), quiet_eos: int | None = None, seed: int = 0):
-        """`quiet_eos` is the end token of the tokenizer: the one that is not reported as a stop_reason."""
+    def __init__(
+        self,
+        limits: Limits,
+        eos_token_ids: Iterable[int] = (),
+        quiet_eos: int | None = None,
+        seed: int = 0,
+        schedule: Schedule | None = None,
+        shorten: bool = False,
+    ):
+        """`quiet_eos` is the end token of the tokenizer: the one that is not reported as a stop_reason.
+
+        `schedule` says how many drafts to make, as many as there can be without it, and with `shorten` how many of them
+        to try.
+        """
         self.limits = limits
         self.eos_token_ids = frozenset(eos_token_ids)
         self.quiet_eos = quiet_eos
@@ -107,12 +123,15 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._launched: dict[int, list[_Launch]] = {}  # id of a Plan under way
         self._pace = Pace(limits.step_tokens, probe=2 + limits.drafts)
-        self._started: dict[int, tuple[float, int, int]] = {}  # id of a Plan under way -> what Pace wants to know
+        self._started: dict[int, tuple[float, int, int, int]] = {}  # id of a Plan under way -> see plan()
         self._moved: list[tuple[Sequence, int]] = []  # page table entries that publishing changed
         self._out: list[Delta] = []  # for sequences that end outside commit
         self._numbers = 0
         self._seeds = random.Random(seed)
         self._short = 1 + limits.drafts  # tokens of a row that is not a prompt's
+        self._schedule = schedule or Schedule([limits.drafts], [(1, limits.seqs, limits.drafts)])
+        self._shorten = shorten
+        self._choice: Choice = NONE  # of the step that was planned last
         self._stats = EngineStats(
             slots_total=self.cache.slots, pages_total=limits.pages, accepted_tokens=[0] * limits.drafts
         )
@@ -169,6 +188,8 @@ class Scheduler:
         for sequence, index in self._moved:
             if sequence.chain is not None and index < len(sequence.chain.pages):
                 plan.pages.append((sequence.slot, index, sequence.chain.pages[index]))
+        if self._shorten:
+            self._cut()
         # Whoever somebody waits for goes first: a long prompt never keeps the next token of others out of a step.
         for sequence in [s for s in self.running if not s.prefilling]:
             budget -= self._give(sequence, budget, plan, rows)  # not given back if the row is preempted below
@@ -177,12 +198,25 @@ class Scheduler:
             return None
         self._moved = []
         ordered = sorted(rows.items(), key=lambda item: item[1].n > self._short)
+        tried_by = self._choice[0]
+        if self.limits.drafts:
+            self._choice = self._schedule.choose(sum(row.sample for row in rows.values()) or 1)
+            plan.drafter, plan.drafts = self._choice
         chunk = sum(row.n for sequence, row in ordered if sequence.prefilling)
-        self._started[id(plan)] = self._pace.now(), len(ordered) - sum(s.prefilling for s in rows), chunk
+        streams = len(ordered) - sum(s.prefilling for s in rows)
+        self._started[id(plan)] = self._pace.now(), streams, chunk, tried_by
         self._launched[id(plan)] = [self._launch(sequence, row, plan) for sequence, row in ordered]
         plan.moves, arriving = self.cache.moves()
         plan.copies += arriving
         return plan
+
+    def _cut(self) -> None:
+        """Fewer drafts to try, where the newest that is known of them makes it worth while."""
+        drafted = [sequence for sequence in self.running if sequence.drafts]
+        confidence = [(s.confidence or [1.0] * s.drafts)[: s.drafts] for s in drafted]
+        lengths = self._schedule.lengths(self._choice[0], confidence)
+        for sequence, length in zip(drafted, lengths, strict=True):
+            sequence.drafts = length
 
     def _room(self, budget: int, streams: int) -> int:
         """What prompts may take of the budget: as much as holds up nobody, unless more wait for their first token than
@@ -242,7 +276,7 @@ class Scheduler:
         sequence.guesses += row.drafts
         if row.sample:
             sequence.pending += 1 + row.drafts
-            sequence.drafts = self.limits.drafts
+            sequence.drafts = plan.drafts
         snapshot = 0
         if sequence.marks and sequence.marks[-1] == sequence.computed:
             snapshot = self.cache.take_slot()
@@ -310,6 +344,8 @@ class Scheduler:
             sequence.queued = time.monotonic() - request.arrival
         if len(sequence.tokens) == sequence.prompt_len:
             sequence.cached = hit.length
+            kind = "none" if not hit.length else "host" if hit.far_slot else "device"
+            self._stats.hits[kind] = self._stats.hits.get(kind, 0) + 1
         plan.admits.append(
             Admit(
                 slot=slot,
@@ -379,13 +415,18 @@ class Scheduler:
         self.running.remove(sequence)
         sequence.slot, sequence.chain = 0, None
         sequence.computed = sequence.guesses = sequence.drafts = 0
+        sequence.proposed, sequence.confidence = [], []
 
     # committing
 
     def commit(self, plan: Plan, results: list[Sampled]) -> list[Delta]:
         """Take in what a launched step brought: one Sampled per row of the plan. Steps are committed in order."""
         out, self._out = self._out, []
-        self._pace.took(*self._started.pop(id(plan)))
+        started, streams, chunk, tried_by = self._started.pop(id(plan))
+        seconds = self._pace.took(started, streams, chunk)
+        if self.limits.drafts and all(row.sample and row.n == 1 + row.drafts for row in plan.rows):
+            kept = [len(result.tokens) - 1 for result in results]
+            self._schedule.told(tried_by, [row.drafts for row in plan.rows], (plan.drafter, plan.drafts), seconds, kept)
         self._stats.steps += 1
         tokens = sum(row.n for row in plan.rows)
         self._stats.step_tokens += tokens
@@ -397,29 +438,53 @@ class Scheduler:
                 self.cache.free_slot(launch.snapshot)
             if self._by_id.get(sequence.request.id) is not sequence:
                 continue  # it ended while this step ran
-            self._count(row, result)
+            drafted = self._count(sequence, row, result)
             if sequence.prompt_logprobs is not None:  # by position: a preempted prompt brings some of them twice
                 sequence.prompt_logprobs[row.start : row.start + len(row.targets)] = result.prompt_logprobs
             computed = row.start + row.n
             if row.sample:
                 sequence.pending -= 1 + row.drafts
-                sequence.tokens += result.tokens
+                sampled = len(result.tokens)
+                self._extend(sequence, result)
                 computed = len(sequence.tokens) - 1
             if runs:
                 sequence.guesses -= row.drafts
-                sequence.computed -= 1 + row.drafts - len(result.tokens) if row.sample else 0
+                if row.sample:
+                    sequence.proposed, sequence.confidence = result.drafts, result.confidence
+                    sequence.computed -= 1 + row.drafts - sampled
+                    sequence.guesses += sampled - len(result.tokens)  # the state is ahead of the text by those
                 self._share_pages(sequence, computed, launch.snapshot)
             if row.sample:
-                out.append(self._report(sequence, result))
+                out.append(self._report(sequence, result, drafted, sampled - 1 if drafted else 0))
         return out
 
-    def _count(self, row: Row, result: Sampled) -> None:
+    def _extend(self, sequence: Sequence, result: Sampled) -> None:
+        """Append what was sampled. What stands behind the end of a repetition goes: only drafts brought it."""
+        if sequence.request.params.repetition_detection is None:
+            sequence.tokens += result.tokens
+            return
+        for n, token in enumerate(result.tokens, start=1):
+            sequence.tokens.append(token)
+            if self._repeats(sequence):
+                result.tokens = result.tokens[:n]
+                result.logprobs = result.logprobs and result.logprobs[:n]
+                return
+
+    def _repeats(self, sequence: Sequence) -> bool:
+        params, start = sequence.request.params, sequence.prompt_len
+        enough = len(sequence.tokens) - start >= params.min_tokens
+        return enough and repeats(sequence.tokens, start, params.repetition_detection)
+
+    def _count(self, sequence: Sequence, row: Row, result: Sampled) -> int:
+        """-> drafts that a row had: proposals of nothing are none, nor are those that a grammar refuses."""
         stats = self._stats
-        if row.drafts:
+        drafted = len([*takewhile(lambda token: token >= 0, sequence.proposed[: row.drafts])])
+        if drafted:
             stats.drafts += 1
-            stats.drafted_tokens += row.drafts
+            stats.drafted_tokens += drafted
             for place in range(len(result.tokens) - 1):
                 stats.accepted_tokens[place] += 1
+        return drafted
 
     def _share_pages(self, sequence: Sequence, computed: int, snapshot: int) -> None:
         chain = sequence.chain
@@ -453,10 +518,11 @@ class Scheduler:
         out, self._out = self._out, []
         return out
 
-    def _report(self, sequence: Sequence, result: Sampled) -> Delta:
+    def _report(self, sequence: Sequence, result: Sampled, drafted: int, accepted: int) -> Delta:
         """What a sequence tells of its newest tokens, and its end if they bring it: only the last one can."""
         request, token = sequence.request, result.tokens[-1]
         delta = Delta(request_id=request.id, token_ids=result.tokens, logprobs=result.logprobs)
+        delta.drafted, delta.accepted = drafted, accepted
         generated = len(sequence.tokens) - sequence.prompt_len
         if generated == len(result.tokens):
             delta.cached_tokens, delta.queued = sequence.cached, sequence.queued or 0.0
@@ -473,9 +539,7 @@ class Scheduler:
             delta.finish_reason, delta.stop_reason = "stop", token if named else None
         elif len(sequence.tokens) >= sequence.limit:
             delta.finish_reason = "length"
-        elif generated >= request.params.min_tokens and repeats(
-            sequence.tokens, sequence.prompt_len, request.params.repetition_detection
-        ):
+        elif self._repeats(sequence):
             delta.finish_reason = "repetition"
         return self._finish(sequence, delta) if delta.finish_reason else delta
 

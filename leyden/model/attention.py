@@ -31,8 +31,8 @@ class Attention(nn.Module):
         for span, rows, _ in ctx.parts():
             if ctx.pool:
                 cache = ctx.pool.kv[self.index]
-                ops.kv_write(k[span], v[span], cache, rows)
-                mixed.append(ops.attention(q[span], cache, rows))
+                ops.kv_write(k[span], v[span], cache, rows, self.k_scale, self.v_scale)
+                mixed.append(ops.attention(q[span], cache, rows, self.k_scale, self.v_scale))
             else:
                 mixed.append(ops.attention_packed(q[span], k[span], v[span], rows))
         return ops.linear(joined(mixed).flatten(-2), self.o_proj)

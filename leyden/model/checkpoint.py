@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
 from json import dumps
+from math import inf
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ from tqdm import tqdm
 from leyden import ops
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
-from leyden.errors import CheckpointError
+from leyden.errors import CheckpointError, ConfigError
 from leyden.formats import Dense, Weight
 from leyden.formats.nvfp4 import NVFP4
 from leyden.formats.scheme import Scheme, describe, held_as
@@ -56,6 +57,7 @@ _CHUNK = 1 << 22  # random values made at a time
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _CACHE_SCALE = re.compile(r"(?P<mixer>.*\.mixer)\.(k_proj\.|v_proj\.|attn\.)?(?P<which>k|v|kv)_scale")
+_SCALES = (".weight_scale", ".weight_scale_2", ".input_scale")
 # tensors of real files that have no place here: scales of activations where the format keeps none, rotary tables
 _UNUSED = re.compile(r"\.(input_scale|inv_freq)$")
 
@@ -69,7 +71,10 @@ def build(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = 
     scheme = Scheme(config.quantization)
     for name, weight in matrices(model):
         if (format := scheme.format_of(each(name, weight)[0])) != Dense():
-            weight.allot(format, torch.device("meta"))
+            try:
+                weight.allot(format, torch.device("meta"))
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
     return model.to_empty(device=device)
 
 
@@ -133,6 +138,8 @@ def fill(targets: Mapping[str, Tensor | Rounded], files: Mapping[str, Stored], p
                         stored.read_into(target)
                     else:
                         target.copy_(stored.read(file).reshape(target.shape))
+                    if name.endswith(_SCALES) and isinstance(target, Tensor):
+                        _check_scales(stored, target)
                     bar.update(stored.bytes)
 
         try:
@@ -140,6 +147,20 @@ def fill(targets: Mapping[str, Tensor | Rounded], files: Mapping[str, Stored], p
         finally:
             torch.set_num_threads(threads)
     return total
+
+
+def _check_scales(stored: Stored, scales: Tensor) -> None:
+    """A broken scale makes a whole matrix NaN, and answers that nobody can explain."""
+    least, most = (scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales).aminmax()
+    nan = {torch.uint8: 255, torch.float8_e4m3fn: 127}.get(scales.dtype)  # of E8M0; of E4M3, beyond it all is negative
+    if most < nan if nan else least.isfinite() & most.isfinite():
+        return  # quickly: there may be a gigabyte of them
+    broken = scales == 255 if scales.dtype == torch.uint8 else ~scales.float().isfinite()
+    if broken.any():
+        raise CheckpointError(
+            f"{stored.file}: {stored.name} has {int(broken.sum()):,} scales of {scales.numel():,} that are not finite;"
+            " the file is damaged, or its quantisation failed"
+        )
 
 
 def adopt(network: nn.Module, files: Mapping[str, Stored]) -> None:
@@ -337,8 +358,11 @@ def match(model: Nemotron, folder: Path) -> dict[str, Stored]:
             for kind, problem in misfits(name, stored, target):
                 problems[kind].append(problem)
         elif (scale := _CACHE_SCALE.fullmatch(name)) and scale["mixer"] in attention:
+            value = float(read(stored))
+            if not 0 < value < inf:
+                problems["not positive and finite"].append(f"{stored.name} {value:g}")
             for which in scale["which"]:
-                setattr(attention[scale["mixer"]], f"{which}_scale", float(read(stored)))
+                setattr(attention[scale["mixer"]], f"{which}_scale", value)
         elif not (_UNUSED.search(name) or (name == "lm_head.weight" and model.config.tie_word_embeddings)):
             problems["unexpected"].append(stored.name)
     problems["missing"] = [n for n, _ in tensors_of(model) if not {n, _EXPERT.sub(".experts.", n)} & plan.keys()]

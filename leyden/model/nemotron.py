@@ -76,7 +76,7 @@ class MTP(nn.Module):
         """
         first: Any = self.layers[0]
         last: Any = self.layers[-1]
-        joined = torch.cat([first.enorm(embedded), first.hnorm(hidden)], dim=-1)
+        joined = ops.join(first.enorm(embedded), first.hnorm(hidden))
         out, _ = _through(self.layers, last.final_layernorm, ops.linear(joined, first.eh_proj), ctx)
         return out
 
@@ -112,11 +112,15 @@ class Nemotron(nn.Module):
         This is where sequences move on: states over guesses that were right, and the pool's count of tokens.
         """
         assert ctx.pool is not None
+        self.replay(ctx, counts[: len(ctx.narrow.lens)])
+        ctx.pool.commit(slots, counts)
+
+    def replay(self, ctx: Context, counts: Tensor) -> None:
+        """The part of commit() that is about states: those of the narrow rows, if they waited."""
         if ctx.guesses:
             for layer in cast(Iterable[Layer], self.backbone.layers):
                 if isinstance(layer.mixer, Mamba):
-                    layer.mixer.replay(ctx, counts[: len(ctx.narrow.lens)])
-        ctx.pool.commit(slots, counts)
+                    layer.mixer.replay(ctx, counts)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int [T] -> [T, H]"""

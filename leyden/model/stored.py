@@ -157,7 +157,16 @@ def _offsets(file: Path) -> dict[str, int]:
         if size > file.stat().st_size:
             return {}  # damaged: safe_open says how
         header = json.loads(opened.read(size))
-    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+    spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    there = file.stat().st_size - 8 - size
+    if cut := [name for name, (_, end) in spans.items() if end > there]:
+        first = min(cut, key=lambda name: spans[name][0])
+        missing = max(end for _, end in spans.values()) - there
+        raise CheckpointError(
+            f"{file}: damaged, ends within {first}: {missing:,} bytes and {len(cut) - 1} more tensors are missing;"
+            " fetch it again"
+        )
+    return {name: 8 + size + start for name, (start, _) in spans.items()}
 
 
 def _of_gguf(files: list[Path]) -> Iterator[tuple[str, Stored]]:

@@ -3,9 +3,18 @@
 T tokens of a ragged batch, R rows (see rows.Rows), H hidden size, V vocabulary, G groups, N state size. Each op's
 reference (ops/reference) states the formula and its source; kernels (ops/triton, ops/cpu) must agree with it. `state`
 and `cache` arguments are one layer's slice of the pool, written in place at rows.slots and rows.pages; a state of None
-means zeros before and nothing after. Rows with slot 0 are padding: their results mean nothing, their writes do no harm.
+means zeros before and nothing after. A cache of 8-bit floats holds k / k_scale and v / v_scale, saturated; the scales
+are Python floats, and count for nothing in other caches. Rows with slot 0 are padding: their results mean nothing,
+their writes do no harm.
 
     begin(slots[R], last[S], committed[S]) -> (tokens[R], past[R], positions[R])     of rows of one token
+    begin_drafts(slots[R], last[S], drafts[S,W], committed[S], count) -> (tokens[T], past[R], positions[T], places[T])
+                                                                    of rows of one token and `count` drafts
+    accept(drawn[R,W+1], guesses[R,W], before[R], positions[R], stops[R,E], open_at[R]) -> (kept[R,W+1], counts[R],
+           newest[R], ends[R], at[R])    as far as guesses are what was drawn
+    ahead(places[R], count, dtype=int32) -> [count,R]
+    join(parts[T,...]...) -> [T,sum]
+    likeliest(logits[R,V] fp32) -> ids[R] int64
     take(table[S,...], slots[R]) -> [R,...]
     put(values[R,...], table[S,...], slots[R])
     embed(tokens[T], weight: Weight[V,H]) -> [T,H]
@@ -22,12 +31,15 @@ means zeros before and nothing after. Rows with slot 0 are padding: their result
              state[S,heads,dim,N]|None, rows) -> y[T,heads,dim]      rows of any length
     gated_norm(y[T,I], z[T,I], weight[I], groups, eps) -> [T,I]      gate first, then RMSNorm of each group
     mamba_step(projected[R,I+C+heads], conv_weight[C,K], conv_bias[C]|None, A_log, D, dt_bias, dt_limit, norm_weight[I],
-               groups, eps, conv_state, ssm_state, rows) -> [R,I]    rows of one token: the four steps above in one
-    mamba_verify(as mamba_step, but ring[S,W,C+heads] before rows) -> [T,I]    rows of up to W tokens; states untouched
+               groups, eps, conv_state, ssm_state, rows, dither=False) -> [R,I]    rows of one token: the four steps in
+               one; dither: an fp16 state is rounded at random
+    mamba_verify(as mamba_step without dither, but ring[S,W,C+heads] before rows) -> [T,I]    rows of up to W tokens;
+                 states untouched
     mamba_replay(conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state, ring, slots[R],
-                 past[R], counts[R])    states move over the first tokens in the ring
-    kv_write(k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows)
-    attention(q[T,heads,dim], cache[2,pages,page,kv,dim], rows) -> [T,heads,dim]    causal, the rows' own keys included
+                 past[R], counts[R], dither=False)    states move over the first tokens in the ring
+    kv_write(k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows, k_scale=1.0, v_scale=1.0)
+    attention(q[T,heads,dim], cache[2,pages,page,kv,dim], rows, k_scale=1.0, v_scale=1.0) -> [T,heads,dim]
+                                                                    causal, the rows' own keys included
     attention_packed(q[T,heads,dim], k[T,kv,dim], v[T,kv,dim], rows) -> [T,heads,dim]    the same without a cache
     rotate(x[...,heads,dim], cos[...,dim/2], sin[...,dim/2]) -> [...,heads,dim]    rotary embedding in halves
     swiglu(x[...,K], gate: Weight[I,K], up: Weight[I,K], down: Weight[N,I]) -> [...,N]    down(silu(gate x) * up x)
@@ -56,6 +68,11 @@ from leyden.ops.registry import Op, forced, prepare, using, watching
 __all__ = ["Op", "forced", "prepare", "using", "watching"]
 
 begin = Op(_table.begin)
+begin_drafts = Op(_draft.begin_drafts)
+accept = Op(_draft.accept)
+ahead = Op(_draft.ahead)
+join = Op(_draft.join)
+likeliest = Op(_draft.likeliest)
 take = Op(_table.take)
 put = Op(_table.put)
 embed = Op(_linear.embed)

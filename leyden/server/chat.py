@@ -80,7 +80,7 @@ class _Answer:
             "prompt_text": self._prompt_text,
             "kv_transfer_params": None,
             "ec_transfer_params": None,
-            "metrics": self._service.timings([turn.choice for turn in self._turns]),
+            "metrics": self._service.numbers([turn.choice for turn in self._turns]),
         }
         return body
 
@@ -156,8 +156,8 @@ class _Answer:
                 yield b"".join(frames)
         if include_usage:
             told = {"choices": [], "usage": self._usage(), **self._service.signature}
-            if timings := self._service.timings([turn.choice for turn in self._turns]):
-                told["metrics"] = timings
+            if numbers := self._service.numbers([turn.choice for turn in self._turns]):
+                told["metrics"] = numbers
             yield event({**head, **told})
 
     def _deltas(self, events: Sequence[Event]) -> list[dict[str, Any]]:

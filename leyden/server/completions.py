@@ -119,7 +119,7 @@ class _Answer:
             "usage": usage(self._choices),
             "kv_transfer_params": None,
             "ec_transfer_params": None,
-            "metrics": self._service.timings(self._choices),
+            "metrics": self._service.numbers(self._choices),
         }
         return body
 

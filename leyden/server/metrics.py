@@ -218,6 +218,12 @@ class EngineNumbers(Collector):
         yield self._counter("vllm:spec_decode_num_accepted_tokens", "drafted tokens accepted", sum(accepted))
         by_place = {str(place): count for place, count in enumerate(accepted)}
         yield self._counters("vllm:spec_decode_num_accepted_tokens_per_pos", "by position", "position", by_place)
+        if facts.get("drafting"):
+            yield self._counter("leyden:spec_decode_failed_drafts", "steps whose drafter failed", stats.failed_drafts)
+            seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds}
+            yield self._counters("leyden:spec_decode_seconds", "host time of steps with drafts", "part", seconds)
+            decree = "1: drafts are kept by decree, answers are nonsense"
+            yield self._gauge("leyden:spec_decode_synthetic", decree, stats.synthetic)
         steps = Buckets(
             "iteration_tokens_total", "tokens per engine step", STEP_SIZES
         )  # a histogram, whatever its name
@@ -230,7 +236,9 @@ class EngineNumbers(Collector):
         yield self._gauge("leyden:snapshots", "states kept for later prompts", stats.snapshots)
         yield self._gauge("leyden:pages_total", "pages", stats.pages_total)
         yield self._gauge("leyden:pages_cached", "pages kept for later prompts", stats.pages_cached)
+        yield self._counters("leyden:cache_hits", "prompts by where their beginning was", "kind", stats.hits)
         yield self._counter("leyden:engine_steps", "steps of the engine", stats.steps)
+        yield self._counter("leyden:recorded_steps", "of these, from a recording", stats.recorded_steps)
 
     def _gauge(self, name: str, about: str, value: float) -> Metric:
         return self._gauges(name, about, None, {"": value})
@@ -296,6 +304,7 @@ class Report:
         )
         if drafts:
             line += f", {1 + accepted / drafts:.2f} tokens per draft ({accepted / max(drafted, 1):.1%} accepted)"
+            line += ", SYNTHETIC: by decree" if stats.synthetic else ""
         return line
 
 

@@ -382,7 +382,7 @@ class ChatCompletion(TypedDict):
     prompt_text: str | None
     kv_transfer_params: None
     ec_transfer_params: None
-    metrics: dict[str, float] | None
+    metrics: dict[str, Any] | None
 
 
 class CompletionChoice(TypedDict):
@@ -408,7 +408,7 @@ class Completion(TypedDict):
     usage: Usage
     kv_transfer_params: None
     ec_transfer_params: None
-    metrics: dict[str, float] | None
+    metrics: dict[str, Any] | None
 
 
 class ModelCard(TypedDict):

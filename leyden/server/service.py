@@ -79,6 +79,7 @@ class Choice:
         self.first: float | None = None  # when the first token came
         self.last = 0.0  # when the newest one came
         self.queued = 0.0  # seconds in the queue
+        self.drafts: list[tuple[int, int]] = []  # of each step that had some: how many, and how many were right
         self._text = TextStream(tokenizer, request.params, request.prompt, keep)
 
     @property
@@ -90,6 +91,8 @@ class Choice:
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
+        if delta.drafted:
+            self.drafts.append((delta.drafted, delta.accepted))
         ids = delta.token_ids
         # The token that ends an answer is no text, unless it was the client's and the client wants to see it.
         hidden = delta.finish_reason == "stop" and not (
@@ -297,19 +300,15 @@ class Service:
             text = self.tokenizer.decode(choice.token_ids)[: self.config.max_log_len]
             logger.info("%s: answer %r", choice.request.id, text)
 
-    def timings(self, choices: Sequence[Choice]) -> dict[str, float] | None:
-        """Of an answer with one choice, if --enable-per-request-metrics is on."""
-        choice = choices[0]
-        if not self.config.enable_per_request_metrics or len(choices) > 1 or choice.first is None:
-            return None
-        tokens, seconds = len(choice.token_ids), choice.last - choice.first
-        return {
-            "time_to_first_token_ms": 1000 * (choice.first - choice.request.arrival),
-            "generation_time_ms": 1000 * seconds,
-            "queue_time_ms": 1000 * choice.queued,
-            "mean_itl_ms": 1000 * seconds / max(tokens - 1, 1),
-            "tokens_per_second": tokens / max(choice.last - choice.request.arrival, 1e-9),
-        }
+    def numbers(self, choices: Sequence[Choice]) -> dict[str, Any] | None:
+        """Of an answer with one choice: --enable-per-request-metrics and --per-request-spec-decode-metrics."""
+        choice, told = choices[0], dict[str, Any]()
+        if len(choices) == 1 and self.config.enable_per_request_metrics and choice.first is not None:
+            told |= _timings(choice, choice.first)
+        if len(choices) == 1 and self.config.per_request_spec_decode_metrics != "none":
+            detailed = self.config.per_request_spec_decode_metrics == "detailed"
+            told["speculative_decoding"] = _drafts(choice.drafts, int(self.client.facts.get("drafts", 0)), detailed)
+        return told or None
 
     def usage_options(self, body: Body) -> tuple[bool, bool]:
         """Whether a stream ends with its usage, and whether every chunk carries the usage so far."""
@@ -436,6 +435,34 @@ class Run:
     def _trace(self, choice: Choice, reason: str) -> None:
         if self._service.traced is not None:
             self._service.traced(choice, reason)
+
+
+def _timings(choice: Choice, first: float) -> dict[str, float]:
+    tokens, seconds = len(choice.token_ids), choice.last - first
+    return {
+        "time_to_first_token_ms": 1000 * (first - choice.request.arrival),
+        "generation_time_ms": 1000 * seconds,
+        "queue_time_ms": 1000 * choice.queued,
+        "mean_itl_ms": 1000 * seconds / max(tokens - 1, 1),
+        "tokens_per_second": tokens / max(choice.last - choice.request.arrival, 1e-9),
+    }
+
+
+def _drafts(steps: Sequence[tuple[int, int]], most: int, detailed: bool) -> dict[str, Any]:
+    """What became of an answer's drafts, at most `most` a step, in the words of vLLM."""
+    drafted, accepted = sum(n for n, _ in steps), sum(n for _, n in steps)
+    found = {
+        "mean_acceptance_length": 1 + accepted / len(steps) if steps else 1.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_histogram": [sum(n == kept for _, kept in steps) for n in range(most + 1)],
+        "num_spec_steps": len(steps),
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": most,
+    }
+    if detailed:
+        found |= {"per_step_accepted": [n for _, n in steps], "per_step_drafted": [n for n, _ in steps]}
+    return found
 
 
 def cut(delta: Delta) -> list[Delta]:

@@ -18,7 +18,7 @@ class Seen:
     """A step of the target, T tokens in the rows of `ctx`."""
 
     tokens: Tensor  # int64 [T], as fed
-    following: Tensor  # int64 [T]: the token after each; meaningless behind a rejected draft
+    following: Tensor  # int64 [T]: the token after each; just some token behind a rejected draft
     hidden: Tensor  # [T, H], after norm_f
     taps: list[Tensor]  # [T, H] each: the residual stream after the layers that the drafter asked for
     ctx: Context
@@ -28,11 +28,12 @@ class Seen:
 class Heads:
     """Where R sequences stand: each has an anchor, its newest token, which the target has not been fed yet."""
 
-    slots: Tensor  # int64 [R]
+    slots: Tensor  # int [R]
     anchors: Tensor  # int64 [R]
     positions: Tensor  # int32 [R], of the anchors: that many tokens are in states and pages
-    ends: Tensor  # int64 [R]: where, in the step that was seen, the token before the anchor is
+    ends: Tensor  # int [R]: where, in the step that was seen, the token before the anchor is
     pages: Tensor  # int32 [R, P]: page tables, mapped for `lookahead` positions from the anchor on
+    starts: Tensor  # int32 [R + 1]: 0, 1 .. R, where rows of one token begin
 
 
 # (logits fp32 [R, V], i) -> tokens int64 [R]: how draft i is drawn, 0 being the first one after the anchor

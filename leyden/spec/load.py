@@ -1,8 +1,8 @@
-"""From what --speculative-config came to, to a drafter for a model that is in place."""
+"""From what --speculative-config came to, to drafters for a model that is in place."""
 
 from leyden.cache.pool import DraftShape
+from leyden.config.model import ModelConfig
 from leyden.config.speculative import SpeculativeConfig
-from leyden.errors import ConfigError
 from leyden.model import draft_checkpoint
 from leyden.model.nemotron import Nemotron
 from leyden.spec.dflash import DFlash
@@ -11,23 +11,31 @@ from leyden.spec.mtp import MTP
 from leyden.spec.ngram import NGram
 
 
-def load(config: SpeculativeConfig, model: Nemotron) -> tuple[Drafter, DraftShape]:
-    """The drafter of a settled `config`, in the model's dtype and on its device, and the room it needs in the pool.
+def load(config: SpeculativeConfig, model: Nemotron) -> list[Drafter]:
+    """The drafters of a settled `config`, in the model's dtype and on its device: one, but for method auto.
 
     Networks are read from their files; a model for method mtp must have been built with its MTP module. Raises
     CheckpointError for files that do not fit the model.
     """
+    return [_load(method, config, model) for method in config.methods(model.config)]
+
+
+def _load(method: str, config: SpeculativeConfig, model: Nemotron) -> Drafter:
     width = config.num_speculative_tokens
-    match config.method:
-        case "mtp":
-            mtp = MTP(model, width)
-            return mtp, DraftShape(width, mtp.lookahead, mtp_layers=model.config.mtp_pattern.count("*"))
-        case "dflash" | "dspark":
-            network = draft_checkpoint.load(config.folder, model).eval().requires_grad_(False)
-            dflash, made = DFlash(network, model, width, config.enable_adaptive_verification), network.config
-            layers = (made.num_hidden_layers, made.num_key_value_heads, made.head_dim)
-            return dflash, DraftShape(width, dflash.lookahead, layers=layers)
-        case "ngram":
-            ngram = NGram(width, config.prompt_lookup_min, config.prompt_lookup_max)
-            return ngram, DraftShape(width, ngram.lookahead)
-    raise ConfigError(f"--speculative-config.method {config.method}: not yet")
+    if method == "mtp":
+        return MTP(model, width)
+    if method == "ngram":
+        return NGram(width, config.prompt_lookup_min, config.prompt_lookup_max)
+    network = draft_checkpoint.load(config.folder, model).eval().requires_grad_(False)
+    return DFlash(network, model, width, config.enable_adaptive_verification)
+
+
+def room(config: SpeculativeConfig, target: ModelConfig) -> DraftShape:
+    """What those drafters need of the pool."""
+    width, methods, layers = config.num_speculative_tokens, config.methods(target), None
+    if "dflash" in methods or "dspark" in methods:
+        made = config.network()
+        layers = made.num_hidden_layers, made.num_key_value_heads, made.head_dim
+    mtp_layers = target.mtp_pattern.count("*") if "mtp" in methods else 0
+    lookahead = max({"mtp": width - 1, "ngram": 1}.get(method, 0) for method in methods)
+    return DraftShape(width, lookahead, mtp_layers, layers)

@@ -12,6 +12,7 @@ reads one pair that is not its own: its drafts may be a little worse for it, whi
 import torch
 from torch import Tensor
 
+from leyden import ops
 from leyden.cache.pool import Pool
 from leyden.model.context import Context
 from leyden.model.nemotron import Nemotron
@@ -30,27 +31,23 @@ class MTP:
         self._model, self._module = model, model.mtp
 
     def observe(self, seen: Seen) -> None:
-        following = self._model.embed(seen.following.clamp(min=0))  # where there is none, what comes out is not read
-        self._hidden = self._module(seen.hidden, following, seen.ctx)  # [T, H]
+        self._hidden = self._module(seen.hidden, self._model.embed(seen.following), seen.ctx)  # [T, H]
         self._pool = seen.ctx.pool
 
     def draft(self, heads: Heads, count: int, pick: Pick) -> Draft:
-        hidden = self._hidden[heads.ends]
+        hidden, past = ops.take(self._hidden, heads.ends), ops.ahead(heads.positions, count)
         drafts: list[Tensor] = []
         while True:
             drafts.append(pick(self._model.logits(hidden), len(drafts)))
             if len(drafts) == count:
-                return Draft(torch.stack(drafts, 1))
-            ctx = _single(heads, len(drafts) - 1, self._pool)
+                return Draft(ops.join(*(tokens[:, None] for tokens in drafts)))
+            ctx = _single(heads, past[len(drafts) - 1], self._pool)
             hidden = self._module(hidden, self._model.embed(drafts[-1]), ctx)
 
 
-def _single(heads: Heads, ahead: int, pool: Pool | None) -> Context:
-    """One token of each sequence, `ahead` positions behind its anchor's."""
-    count, device = len(heads.slots), heads.slots.device
-    past = heads.positions + ahead
-    starts = torch.arange(count + 1, dtype=torch.int32, device=device)
-    slots = heads.slots.int()
-    narrow = Rows((1,) * count, starts, past, slots, heads.pages)
-    wide = Rows((), starts[:1], past[:0], slots[:0], heads.pages[:0])
+def _single(heads: Heads, past: Tensor, pool: Pool | None) -> Context:
+    """One token of each sequence, at the positions `past` (int32 [R])."""
+    slots = heads.slots.to(torch.int32)
+    narrow = Rows((1,) * len(slots), heads.starts, past, slots, heads.pages)
+    wide = Rows((), heads.starts[:1], past[:0], slots[:0], heads.pages[:0])
     return Context(narrow, wide, past, pool)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import log2
 
 Speed = Callable[[int], float]  # tokens of a step -> such steps per second
+Choice = tuple[int, int]  # (which drafter, drafts per sequence)
+NONE: Choice = (0, 0)
 
 _FADE = 0.1  # what a new measurement counts for
 _KNOWN = 3  # measurements after which a number is taken for known
@@ -91,28 +93,32 @@ class _Cost:
 
 
 class Schedule:
-    """The number of drafts per sequence that brings most tokens per second, 0 to `width`, by the running sequences.
+    """Which drafter makes how many drafts per sequence, so that most tokens per second are to be expected.
 
     What a step takes is measured as it comes. What is not known is tried now and then, for a few steps, as long as
-    trials cost no more than 2 % of the time. `ranges` (first, last number of sequences, drafts) fix the choice instead.
+    trials cost no more than 2 % of the time. `ranges` (first, last number of sequences, drafts) fix the choice instead;
+    where none fits, there are as many drafts as can be. A choice is (drafter, drafts): (0, 0) is to make none.
     """
 
-    def __init__(self, width: int, ranges: Sequence[tuple[int, int, int]] = ()):
-        self.width, self._ranges = width, ranges
-        self._costs: dict[int, dict[int, _Cost]] = {}  # size of the batch -> drafts -> cost
-        self._right, self._tried = [_PRIOR[0] * _PRIOR[1]] * width, [_PRIOR[1]] * width
-        self._step = self._left = self._trial = 0
+    def __init__(self, widths: Sequence[int], ranges: Sequence[tuple[int, int, int]] = ()):
+        """`widths`: most drafts of each drafter."""
+        self._widths, self._ranges = widths, ranges
+        self._costs: dict[int, dict[Choice, _Cost]] = {}  # size of the batch -> choice -> cost
+        self._right = [[_PRIOR[0] * _PRIOR[1]] * width for width in widths]
+        self._tried = [[_PRIOR[1]] * width for width in widths]
+        self._step = self._left = 0
+        self._trial = NONE
         self._seconds = self._lost = 0.0
 
-    def drafts(self, running: int) -> int:
-        """How many drafts to make now for each of `running` sequences."""
+    def choose(self, running: int) -> Choice:
+        """What to make now for each of `running` sequences."""
         if self._ranges:
-            return next((n for low, high, n in self._ranges if low <= running <= high), self.width)
+            return 0, next((n for low, high, n in self._ranges if low <= running <= high), self._widths[0])
         size = _size(running)
         best = self._best(size)
         if self._left == 0 and self._lost <= _LOSS * self._seconds:
-            near = [0, self.width, best + 1, best - 1]
-            unknown = [n for n in near if 0 <= n <= self.width and not self._known(size, n)]
+            near = [NONE, *enumerate(self._widths), (best[0], best[1] + 1), (best[0], best[1] - 1)]
+            unknown = [choice for choice in near if self._possible(choice) and not self._known(size, choice)]
             if unknown:
                 self._trial, self._left = unknown[0], _TRIAL
         if self._left == 0:
@@ -120,50 +126,76 @@ class Schedule:
         self._left -= 1
         return self._trial
 
-    def told(self, tried: int, made: int, seconds: float, kept: Sequence[int]) -> None:
-        """A step of single sequences is over: `tried` drafts each were checked, and `made` new ones made, in `seconds`;
-        kept: how many were kept, of each sequence.
+    def lengths(self, drafter: int, confidence: Sequence[Sequence[float]]) -> list[int]:
+        """How many of the drafts that `drafter` has made for each sequence to try; confidence as in allot().
+
+        All of them in a trial, and where it is not known what a shorter step takes.
         """
+        rows, made = len(confidence), max(map(len, confidence), default=0)
+        size = _size(rows)
+        if not confidence or self._left or not (self._known(size, NONE) and self._known(size, (drafter, made))):
+            return [len(chances) for chances in confidence]
+
+        def speed(tokens: int) -> float:
+            return 1 / self.cost(size, drafter, (tokens - rows) / rows)
+
+        return admit(confidence, budget(confidence, speed))
+
+    def told(self, drafter: int, tried: Sequence[int], made: Choice, seconds: float, kept: Sequence[int]) -> None:
+        """A step of single sequences is over, in `seconds`; new drafts were `made` in it.
+
+        Of each sequence: `tried` drafts of `drafter` were checked, and so many of them `kept`.
+        """
+        if self._ranges:
+            return
         self._step += 1
-        for place in range(tried):
-            reached = [n for n in kept if n >= place]
+        for place in range(max(tried)):
+            reached = [n for n, most in zip(kept, tried, strict=True) if n >= place and most > place]
             fade = 1 - min(1.0, len(reached) / _MEMORY)
-            self._tried[place] = self._tried[place] * fade + len(reached)
-            self._right[place] = self._right[place] * fade + sum(n > place for n in reached)
+            for numbers, more in ((self._tried, len(reached)), (self._right, sum(n > place for n in reached))):
+                numbers[drafter][place] = numbers[drafter][place] * fade + more
         self._seconds += seconds
-        if tried != made:  # between one number and another
+        if any((drafter if n else 0, n) != made for n in tried):  # between one choice and another
             return
         size = _size(len(kept))
-        self._costs.setdefault(size, {}).setdefault(tried, _Cost()).add(seconds, self._step)
+        self._costs.setdefault(size, {}).setdefault(made, _Cost()).add(seconds, self._step)
         best = self._best(size)
-        if tried != best:
-            self._lost += max(0.0, seconds - self.expected(tried) / self.expected(best) * self.cost(size, best))
+        if made != best:
+            self._lost += max(0.0, seconds - self.expected(made) / self.expected(best) * self.cost(size, *best))
 
-    def expected(self, drafts: int) -> float:
-        """Tokens that a step with so many drafts brings a sequence."""
+    def expected(self, choice: Choice) -> float:
+        """Tokens that a step brings a sequence."""
+        drafter, drafts = choice
         total = survival = 1.0
-        for right, tried in zip(self._right[:drafts], self._tried[:drafts], strict=True):
+        for right, tried in zip(self._right[drafter][:drafts], self._tried[drafter][:drafts], strict=True):
             survival *= right / tried
             total += survival
         return total
 
-    def cost(self, size: int, drafts: float) -> float:
+    def cost(self, size: int, drafter: int, drafts: float) -> float:
         """Seconds of a step: measured, or read off a line through what is measured next to it."""
-        known = self._costs.get(size)
+        found = self._costs.get(size, {})
+        known = {n: cost.seconds for (which, n), cost in found.items() if which == drafter or n == 0}
         if not known:  # as it is for other batches; what all choices have in common does not matter
-            if not self._costs:
-                return 1.0
-            return self.cost(min(self._costs, key=lambda other: abs(other - size)), drafts)
+            sizes = [
+                s for s, costs in self._costs.items() if s != size and any(w == drafter or not n for w, n in costs)
+            ]
+            return self.cost(min(sizes, key=lambda other: abs(other - size)), drafter, drafts) if sizes else 1.0
         below = max((n for n in known if n <= drafts), default=min(known))
         above = min((n for n in known if n >= drafts), default=max(known))
-        low, high = known[below].seconds, known[above].seconds
+        low, high = known[below], known[above]
         return low if below == above else low + (high - low) * (drafts - below) / (above - below)
 
-    def _best(self, size: int) -> int:
-        return max(range(self.width + 1), key=lambda n: (self.expected(n) / self.cost(size, n), n))
+    def _best(self, size: int) -> Choice:
+        choices = [NONE, *((which, n) for which, width in enumerate(self._widths) for n in range(1, width + 1))]
+        return max(choices, key=lambda choice: (self.expected(choice) / self.cost(size, *choice), choice[1]))
 
-    def _known(self, size: int, drafts: int) -> bool:
-        cost = self._costs.get(size, {}).get(drafts)
+    def _possible(self, choice: Choice) -> bool:
+        drafter, drafts = choice
+        return choice == NONE or 1 <= drafts <= self._widths[drafter]
+
+    def _known(self, size: int, choice: Choice) -> bool:
+        cost = self._costs.get(size, {}).get(choice)
         return cost is not None and cost.count >= _KNOWN and self._step - cost.last < _STALE
 
 

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from leyden.cache.pool import DraftShape, Pool, PoolShape
@@ -6,8 +7,8 @@ from tests.engine.conftest import TINY
 FLOAT = {"kv_dtype": torch.float32, "conv_dtype": torch.float32, "ssm_dtype": torch.float32}
 
 
-def made(draft: DraftShape) -> Pool:
-    return Pool(TINY, PoolShape(slots=3, pages=6, page=4, max_model_len=16, draft=draft, **FLOAT), "cpu")
+def made(draft: DraftShape, **dtypes: torch.dtype) -> Pool:
+    return Pool(TINY, PoolShape(slots=3, pages=6, page=4, max_model_len=16, draft=draft, **FLOAT | dtypes), "cpu")
 
 
 def test_a_drafter_has_layers_behind_those_of_the_model_or_its_own() -> None:
@@ -23,13 +24,14 @@ def test_without_a_drafter_nothing_is_set_aside() -> None:
     assert not pool.draft.numel() and not pool.ring.numel()
 
 
-def test_pages_are_copied_with_what_the_drafter_keeps_in_them() -> None:
-    pool = made(DraftShape(width=2, mtp_layers=1, layers=(1, 1, 8)))
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_pages_are_copied_with_what_the_drafter_keeps_in_them(kv_dtype: torch.dtype) -> None:
+    pool = made(DraftShape(width=2, mtp_layers=1, layers=(1, 1, 8)), kv_dtype=kv_dtype)
     for cache in (pool.kv, pool.draft):
         cache.copy_(torch.arange(6.0).view(6, 1, 1, 1).expand_as(cache))
     pool.copy_pages(torch.tensor([1, 2]), torch.tensor([2, 4]))  # read before anything is written
     for cache in (pool.kv, pool.draft):
-        assert cache[:, :, :, 0, 0, 0].unique(dim=0).tolist() == [[[0, 1, 1, 3, 2, 5]] * 2]
+        assert cache[:, :, :, 0, 0, 0].float().unique(dim=0).tolist() == [[[0, 1, 1, 3, 2, 5]] * 2]
 
 
 def test_page_tables_reach_behind_the_end_as_far_as_a_drafter_writes() -> None:

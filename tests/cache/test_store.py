@@ -3,6 +3,7 @@ import os
 
 import pytest
 import torch
+from torch import Tensor
 
 from leyden.cache.pool import Pool, PoolShape
 from leyden.cache.store import Store
@@ -14,14 +15,19 @@ DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
 
 
 def pool(dtype: torch.dtype, device: str) -> Pool:
-    made = Pool(TINY, PoolShape(6, 9, 4, 32, dtype, dtype, torch.float32), device)
+    conv = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    made = Pool(TINY, PoolShape(6, 9, 4, 32, dtype, conv, torch.float32), device)
     for array in (*made.paged, *made.states):
         array.copy_(torch.randn(array.shape))
     return made
 
 
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)  # torch compares no 8-bit floats
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_what_went_out_comes_back_to_the_bit(dtype, device):
     made = pool(dtype, device)
     store = Store(made, 3, 5)
@@ -32,7 +38,7 @@ def test_what_went_out_comes_back_to_the_bit(dtype, device):
         array.fill_(float("nan"))
     store.write(store.read(Moves(pages_in=[(4, 8), (1, 1), (2, 2)], states_in=[(3, 1), (2, 4)])))
     for page, was in ((8, 3), (1, 7), (2, 2)):
-        assert torch.equal(made.kv[:, :, page], before[0][:, :, was])
+        assert torch.equal(bits(made.kv[:, :, page]), bits(before[0][:, :, was]))
     for slot, was in ((1, 1), (4, 5)):
         assert torch.equal(made.conv[:, slot], before[1][:, was])
         assert torch.equal(made.ssm[:, slot], before[2][:, was])

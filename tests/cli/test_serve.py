@@ -161,6 +161,7 @@ def test_published_command_serves(name: str, checkpoint: str):
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] >= 1
+        assert ("  drafts    " in "\n".join(running.log)) == (name in ("MTP", "DFlash") or "DSpark" in name)
         assert running.stop() == 0
         assert "secret" not in "\n".join(running.rest())
 

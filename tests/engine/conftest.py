@@ -85,7 +85,7 @@ def engine(
         draft=draft,
     )
     split = Split(shape, seqs, step_tokens, 0, 0, host_slots=host[0], host_pages=host[1])
-    return Engine(model, split, drafter=drafter, **options)
+    return Engine(model, split, drafters=[drafter] if drafter else (), **options)
 
 
 def oracle(model: Nemotron, prompt: list[int], n: int) -> list[int]:

@@ -101,7 +101,7 @@ class Device:
             if row.sample:
                 self.last[slot] = drawn[right]
                 self._propose(slot, table)
-            results.append(Sampled(drawn[: right + 1]))
+            results.append(Sampled(drawn[: right + 1], drafts=self.drafts[slot] if row.sample else []))
         for slot, target in plan.snapshots:
             self.state[target] = list(self.state[slot])
         return results

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from leyden.model.context import Context
-from leyden.types import Request, SamplingParams
+from leyden.types import Repetition, Request, SamplingParams
 from tests.engine import drafters
 from tests.engine import test_thinking as thinking
 from tests.engine.conftest import engine, oracle, run, tiny
@@ -46,8 +46,8 @@ def test_d28_a_drafter_never_changes_the_answer(model, answers, texts, rule, ove
     assert (failures(made) > 0) == (rule == "raising")
     stats = made.stats()
     assert stats.generated_tokens == N * len(LENGTHS)
-    if rule in ("wrong", "nothing"):
-        assert stats.drafts and not sum(stats.accepted_tokens)
+    if rule in ("wrong", "nothing"):  # what is no proposal does not count as a draft
+        assert bool(stats.drafted_tokens) == (rule == "wrong") and not sum(stats.accepted_tokens)
 
 
 @pytest.mark.parametrize(("budget", "overlap"), [(1, False), (3, True), (7, False), (16, True), (64, False)])
@@ -76,6 +76,7 @@ def test_d28_accepted_tokens_are_counted_as_planned(model, answers, texts):
     assert [len(delta.token_ids) for delta in deltas] == [1, *[4] * 7, 1]
     stats = made.stats()
     assert (stats.drafts, stats.drafted_tokens, stats.accepted_tokens) == (7, 21, [7, 7, 7])
+    assert [(delta.drafted, delta.accepted) for delta in deltas] == [(0, 0), *[(3, 3)] * 7, (0, 0)]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -206,6 +207,28 @@ def test_p30_max_tokens_and_the_context_end_inside_a_block(model, answers, texts
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("width", [1, 3, 4, 7])
+def test_p30_a_repetition_ends_inside_a_block(model, overlap, width):
+    """There, with its log-probabilities, and what is found in the cache later is not what the drafts brought."""
+    for count, least in ((2, 0), (3, 0), (5, 0), (2, 9)):
+        rule = Repetition(max_pattern_size=2, min_count=count)
+        params = SamplingParams(
+            temperature=0, allowed_token_ids=[7, 9], max_tokens=40, min_tokens=least, logprobs=1,
+            repetition_detection=rule,
+        )  # fmt: skip
+        prompt = prompt_of(17)
+        plain = run(engine(model), [(0, Request(id="a", prompt=prompt, params=params))])["a"]
+        assert plain[-1].finish_reason == "repetition"
+        text = prompt + tokens_of(plain) + tokens_of(plain)[-2:] * 10
+        made = engine(model, snapshots=8, drafter=Scripted(width, [text], drafters.perfect), overlap=overlap)
+        deltas = run(made, [(0, Request(id="a", prompt=prompt, params=params))])["a"]
+        assert answer_of(deltas) == answer_of(plain) and not failures(made)
+        assert [len(delta.token_ids) for delta in deltas] == [len(delta.logprobs) for delta in deltas]
+        again = prompt + tokens_of(plain) + prompt_of(3, 5)
+        assert tokens_of(run(made, [(0, greedy("b", again, 9))])["b"]) == oracle(model, again, 9)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_an_abort_with_drafts_under_way(model, answers, texts, overlap):
     """Nobody knows how far its state is, so only its pages are kept: the same prompt gets the same answer again."""
     made = engine(model, snapshots=8, drafter=Scripted(4, texts, drafters.half), overlap=overlap)
@@ -304,3 +327,42 @@ def test_p14_the_keys_of_a_drafter_are_those_of_the_text(width, overlap):
     scratch.step()
     want = drafter_keys(scratch, scratch.scheduler.running[0].slot)[:, : keys.shape[1]]
     torch.testing.assert_close(keys, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_D17_a_thinking_budget_binds_with_a_drafter(model, overlap, width):
+    """A target that says x for ever; a drafter that proposes x, and one that proposes anything."""
+    x, prompt = thinking.X, thinking.PROMPT
+    ids = random.Random(width)
+    for rule in (lambda *at: x, lambda *at: ids.randrange(512)):
+        for budget in (0, 1, 10, 39, None):
+            made = engine(model, drafter=Scripted(width, [], rule), overlap=overlap)
+            params = thinking.params(budget, **thinking.FOREVER)
+            got = tokens_of(run(made, [(0, Request(id="a", prompt=prompt, params=params))])["a"])
+            assert got == ([x] * (40 if budget is None else budget) + [thinking.END] + [x] * 40)[:40]
+            assert not failures(made)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_d29_cancel_storm_with_drafts_leaves_nothing_behind(model, overlap):
+    """Most of the drafts are wrong: many steps are under way for sequences that are gone."""
+    draw = random.Random(0)
+    made = engine(
+        model, seqs=4, snapshots=6, pages=40, page=8, drafter=Scripted(3, [], drafters.wrong), overlap=overlap
+    )
+    loops = [[3, 4, 5] * draw.randrange(2, 9) + prompt_of(draw.randrange(1, 20), i) for i in range(60)]
+    leaving = {}
+    for step in range(90):
+        if step < 60:
+            name = f"r{step}"
+            made.submit(greedy(name, loops[step], draw.randrange(2, 30)))
+            leaving.setdefault(step + draw.randrange(12), []).append(name)
+        for name in leaving.get(step, ()):
+            made.abort(name)
+        made.step()
+        made.check()
+    run(made, [])
+    assert not made.scheduler.running and not failures(made) and made.stats().drafts > 20
+    last = tokens_of(run(made, [(0, greedy("last", loops[0], 20))])["last"])
+    assert last == oracle(model, loops[0], 20)

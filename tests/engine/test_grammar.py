@@ -14,6 +14,7 @@ import pytest
 from leyden.engine import grammar as module
 from leyden.engine.grammar import Compiler
 from leyden.errors import RequestError
+from leyden.spec.ngram import NGram
 from leyden.testing import tokenizer as testing_tokenizer
 from leyden.text.tokenizer import Tokenizer
 from leyden.types import Grammar, Markers, Request, SamplingParams, Thinking
@@ -182,16 +183,19 @@ def test_without_tokenizer_or_end_token_a_grammar_is_refused(model):
 # following
 
 
+@pytest.mark.parametrize("drafts", [0, 4])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("thinks", [False, True])
-def test_D18_thinking_first_then_the_schema(model, tokenizer, overlap, thinks):
+def test_D18_thinking_first_then_the_schema(model, tokenizer, overlap, thinks, drafts):
     """20 seeds and temperature 0, 8 at a time, among requests without a grammar, which are as they are alone."""
     thinking = {"thinking": THINKING, "thinking_token_budget": 8} if thinks else {}
     requests = [request(f"g{seed}", JSON, seed=seed, **thinking) for seed in range(20)]
     requests.append(request("greedy", JSON, temperature=0, **thinking))
     free = [request(f"f{seed}", None, seed=seed, max_tokens=30, ignore_eos=True) for seed in range(4)]
-    worker = engine(model, tokenizer=lambda: tokenizer, overlap=overlap)
+    drafter = NGram(drafts, 1, 3) if drafts else None
+    worker = engine(model, tokenizer=lambda: tokenizer, overlap=overlap, drafter=drafter)
     found = answers(worker, [(n, r) for n, r in enumerate(requests + free)])
+    assert bool(sum(worker.stats().accepted_tokens)) == bool(drafts)
     for r in requests:
         ids, reason = found[r.id]
         thought = ids.index(END) if thinks else 0

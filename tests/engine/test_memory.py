@@ -1,6 +1,7 @@
 """What divide() makes of the memory: the published sizes, refusals that say what would fit, drafters and all."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,11 @@ from leyden.cache.pool import NO_DRAFTER, DraftShape, Pool
 from leyden.config.engine import EngineConfig
 from leyden.config.launch import Launch
 from leyden.config.model import ModelConfig
+from leyden.engine.engine import Engine
 from leyden.engine.memory import Split, divide
 from leyden.errors import ConfigError
+from leyden.testing import checkpoints
+from leyden.types import Request, SamplingParams
 from tests.engine.conftest import TINY
 
 GIB = 2**30
@@ -44,6 +48,19 @@ def test_the_published_sizes():
     made = split(20, max_num_seqs=8)
     assert made.page_bytes == 16 * 6144 and made.slot_bytes == 49_082_368
     assert split(20, max_num_seqs=8, mamba_ssm_cache_dtype="float16").slot_bytes == 24_965_120
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_fp8_cache_halves_the_pages(name, device):
+    wide, made = (split(20, device, max_num_seqs=8, kv_cache_dtype=dtype) for dtype in ("auto", name))
+    assert made.shape.kv_dtype == torch.float8_e4m3fn and made.shape.conv_dtype == torch.bfloat16
+    assert made.page_bytes == 16 * 3072 and made.slot_bytes == wide.slot_bytes
+    assert made.cache_tokens == pytest.approx(2 * wide.cache_tokens, rel=1e-3)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8_e5m2 is not available here; accepted are auto"):
+        split(20, kv_cache_dtype="fp8_e5m2")
+    with pytest.raises(ConfigError, match="--mamba-ssm-cache-dtype fp8"):
+        split(20, mamba_ssm_cache_dtype="fp8")
 
 
 @pytest.mark.parametrize("gib", [2, 7, 18, 100])
@@ -143,3 +160,28 @@ def test_a_drafter_takes_room():
         divide(
             EngineConfig(model="", max_num_seqs=64, max_model_len=4096), TINY, torch.float32, "cpu", MIB, DRAFTS["mtp"]
         )
+
+
+def test_states_are_rounded_at_random_where_they_are_fp16_and_that_is_asked_for():
+    fp16, asked = {"mamba_ssm_cache_dtype": "float16"}, {"enable_mamba_cache_stochastic_rounding": True}
+    for settings, wanted in (({}, False), (fp16, False), (asked | fp16, True)):
+        config = EngineConfig(model="m", max_num_seqs=2, **settings)
+        assert divide(config, TINY, torch.float32, "cpu", 4 * MIB).shape.dither is wanted
+    with pytest.raises(ConfigError, match="needs --mamba-ssm-cache-dtype float16"):
+        EngineConfig(model="m", **asked)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_an_engine_rounds_its_states_at_random(tmp_path: Path, drafts: int):
+    checkpoints.tiny(tmp_path, "mtp", tokenizer=False)
+    sizes = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 1, "kv_cache_memory_bytes": 2**24}
+    more = {"enable_mamba_cache_stochastic_rounding": True, "mamba_ssm_cache_dtype": "float16"}
+    spec = {"method": "mtp", "num_speculative_tokens": drafts} if drafts else {}
+    texts = []
+    for _ in range(2):
+        made = Engine.load(EngineConfig(model=str(tmp_path), speculative_config=spec, **sizes, **more))
+        made.submit(Request(id="a", prompt=[3, 4, 5], params=SamplingParams(temperature=0, max_tokens=20)))
+        texts.append([token for _ in range(40) if made.busy for delta in made.step() for token in delta.token_ids])
+        assert made.runner.pool.shape.dither and made.runner.pool.ssm.dtype == torch.float16
+        assert not made.stats().failed_drafts
+    assert texts[0] == texts[1] and len(texts[0]) == 20

@@ -1,6 +1,7 @@
 """GGUF files: ours are read by the gguf package and by us, and one made as llama.cpp's converter makes them is read."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -21,7 +22,7 @@ from leyden.formats.nvfp4 import NVFP4
 from leyden.llm import LLM
 from leyden.model.checkpoint import build, load, matrices, save
 from leyden.model.context import Context
-from leyden.model.gguf import write
+from leyden.model.gguf import metadata, write
 from leyden.model.nemotron import Nemotron
 from leyden.model.source import Source
 from leyden.testing.checkpoints import PRESETS, tiny
@@ -355,3 +356,20 @@ def test_a_gguf_file_beside_safetensors_files_is_not_read(tmp_path: Path) -> Non
     expected = logits(loaded(tmp_path / "model"))
     convert(tmp_path / "model", tmp_path / "model" / "model.gguf", "Q4_0")
     assert torch.equal(logits(loaded(tmp_path / "model")), expected)
+
+
+def test_the_mtp_module_of_the_releases_is_block_52() -> None:
+    pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    config = ModelConfig.from_dict(PRESETS["mtp"] | {"hybrid_override_pattern": pattern})
+    table = headers.names(pattern, True)
+    folded = {there: here for there, here in table.items() if here.startswith("mtp.")}
+    assert all(there.startswith("blk.52.") for there in folded) and len(folded) == 18
+    assert folded["blk.52.nextn.eh_proj.weight"] == "mtp.layers.0.eh_proj.weight"
+    assert folded["blk.52.attn_norm.weight"] == "mtp.layers.0.norm.weight"
+    assert folded["blk.52.post_attention_norm.weight"] == "mtp.layers.1.norm.weight"
+    assert folded["blk.52.nextn.shared_head_norm.weight"] == "mtp.layers.1.final_layernorm.weight"
+    assert folded["blk.52.ffn_up_exps.weight"] == "mtp.layers.1.mixer.experts.up_proj.weight"
+    keys = metadata(config, "name", "BF16")
+    assert keys["nemotron_h_moe.block_count"] == 53 and keys["nemotron_h_moe.nextn_predict_layers"] == 1
+    assert [keys[f"nemotron_h_moe.{key}"][52] for key in ("attention.head_count_kv", "feed_forward_length")] == [2, 32]
+    assert metadata(replace(config, num_nextn_predict_layers=0), "name", "BF16")["nemotron_h_moe.block_count"] == 52

@@ -102,3 +102,13 @@ def test_pages_hold_what_packed_context_holds() -> None:
         part = [t[first:last][None, None] for t in (q, k, v)]
         expected = ops.block_attention_packed(*part, keys, values, past[r].view(1, 1), True, 6, sinks)
         torch.testing.assert_close(out[first:last], expected[0, 0])
+
+
+def test_a_context_of_8_bit_floats_is_read_as_it_is() -> None:
+    torch.manual_seed(5)
+    stored = torch.randn(2, 3, 4, 2, 8).to(torch.float8_e4m3fn)
+    rows = Rows((3,), torch.tensor([0, 3], dtype=torch.int32), torch.tensor([6], dtype=torch.int32))
+    rows.pages = torch.tensor([[2, 1]], dtype=torch.int32)
+    q, k, v = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    found, expected = (ops.block_attention(q, k, v, c, rows, False, None, None) for c in (stored, stored.float()))
+    assert torch.equal(found, expected)

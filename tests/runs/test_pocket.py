@@ -9,8 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 
 
-def make(out: Path, script: str = "run.py") -> str:
-    command = [sys.executable, str(ROOT / "runs/pocket" / script), "--out", str(out), "--tiny", "--steps", "2"]
+def make(out: Path, script: str = "run.py", *flags: str) -> str:
+    flags = flags or ("--steps", "2")
+    command = [sys.executable, str(ROOT / "runs/pocket" / script), "--out", str(out), "--tiny", *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -35,3 +36,9 @@ def test_makes_a_model_and_measures_it(tmp_path: Path) -> None:
     make(out, "drafters.py")
     rates = json.loads((out / "drafters.json").read_text())
     assert rates.keys() == {"dflash", "dspark"} and rates["dflash"].keys() == {"1", "3", "5", "7"}
+
+    said = make(out, "quantised.py", "--recipes", "nvfp4", "gguf-q8_0", "--answers", "0")
+    found = json.loads((out / "quantised.json").read_text())
+    assert found.keys() == {"bf16", "nvfp4", "gguf-q8_0"} and f"| nvfp4 | {found['nvfp4']['bytes'] / 1e6:.1f} |" in said
+    assert 0 < found["gguf-q8_0"]["divergence"] < found["nvfp4"]["divergence"] < 0.1
+    assert found["nvfp4"]["bytes"] < found["bf16"]["bytes"] and found["nvfp4"]["largest_file"] < 15_000_000

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from leyden.config.server import ServerConfig
 from leyden.server.metrics import Report
+from leyden.server.service import _drafts
 from leyden.testing.scripted import Case
 from leyden.types import EngineStats
 from tests.server.conftest import DATA, Server, events, eventually
@@ -182,6 +183,31 @@ def test_timings_in_answers(start: Any):
         assert last["metrics"].keys() == wanted and last["metrics"]["generation_time_ms"] > 0
 
 
+def test_drafts_in_answers(start: Any):
+    keys = {"mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps"}
+    keys |= {"num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens"}
+    with start(CASES, per_request_spec_decode_metrics="summary") as server:
+        found = server.chat().json()["metrics"]
+        assert found.keys() == {"speculative_decoding"} and found["speculative_decoding"].keys() == keys
+        assert found["speculative_decoding"]["num_spec_steps"] == 0
+    with start(CASES, per_request_spec_decode_metrics="detailed") as server:
+        assert server.complete("hi").json()["metrics"]["speculative_decoding"].keys() - keys == {
+            "per_step_accepted", "per_step_drafted",
+        }  # fmt: skip
+    # the example of vLLM's own description
+    told = _drafts([(3, 0)] * 39 + [(3, 1)] + [(3, 3)] * 3, 3, detailed=False)
+    assert told == {
+        "mean_acceptance_length": pytest.approx(1.2325581395348837),
+        "draft_acceptance_rate": pytest.approx(0.07751937984496124),
+        "acceptance_histogram": [39, 1, 0, 3],
+        "num_spec_steps": 43,
+        "num_accepted_draft_tokens": 10,
+        "num_draft_tokens": 129,
+        "num_spec_tokens": 3,
+    }
+    assert _drafts([(3, 1), (1, 1)], 3, detailed=True)["per_step_accepted"] == [1, 1]
+
+
 def test_report_speaks_only_when_something_happens():
     report = Report()
     stats = EngineStats(pages_total=100, pages_free=60, pages_cached=30)
@@ -193,7 +219,10 @@ def test_report_speaks_only_when_something_happens():
     stats.running = 0
     stats.drafts, stats.drafted_tokens, stats.accepted_tokens = 10, 30, [8, 4, 3]
     line = report.line(stats)
-    assert line is not None and "2.50 tokens per draft (50.0% accepted)" in line
+    assert line is not None and "2.50 tokens per draft (50.0% accepted)" in line and "SYNTHETIC" not in line
+    stats.drafts, stats.generated_tokens, stats.synthetic = 20, 80, True
+    assert "SYNTHETIC" in str(report.line(stats))
+    report.line(stats)
     assert report.line(stats) is None
 
 

@@ -59,7 +59,7 @@ class Sequences:
             tokens, text = fed[slot], texts[slot][done[slot] :]
             positions.append(torch.arange(done[slot], done[slot] + len(tokens), dtype=torch.int32))
             right = next((i for i, (a, b) in enumerate(zip(tokens, text, strict=False)) if a != b), len(tokens))
-            following += text[1 : right + 1] + [-1] * (len(tokens) - right)  # behind a wrong draft nothing follows
+            following += text[1 : right + 1] + [0] * (len(tokens) - right)  # behind a wrong draft nothing follows
             self.ends[slot] = start + right - 1
             start += len(tokens)
             done[slot] += right
@@ -77,6 +77,7 @@ class Sequences:
             positions=torch.tensor([self.done[slot] for slot in slots], dtype=torch.int32),
             ends=torch.tensor([self.ends[slot] for slot in slots]),
             pages=self.pool.tables[at],
+            starts=torch.arange(len(slots) + 1, dtype=torch.int32),
         )
         return self.drafter.draft(heads, count, pick)
 

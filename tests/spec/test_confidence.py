@@ -24,7 +24,8 @@ def test_certainty_is_the_log_odds_of_the_most_likely_token():
 def heads(slots: list[int], position: int) -> Heads:
     n = len(slots)
     zeros = torch.zeros(n, dtype=torch.int64)
-    return Heads(torch.tensor(slots), zeros, torch.full((n,), position, dtype=torch.int32), zeros, torch.zeros(n, 1))
+    positions, starts = torch.full((n,), position, dtype=torch.int32), torch.arange(n + 1, dtype=torch.int32)
+    return Heads(torch.tensor(slots), zeros, positions, zeros, torch.zeros(n, 1), starts)
 
 
 def logits_of(scores: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,10 @@ import torch
 from leyden.cache.pool import PoolShape
 from leyden.config.engine import EngineConfig
 from leyden.config.speculative import SpeculativeConfig
-from leyden.engine.engine import Engine
+from leyden.engine.engine import Engine, _speculation
 from leyden.engine.memory import Split
 from leyden.model.nemotron import Nemotron
-from leyden.spec.load import load
+from leyden.spec.load import load, room
 from leyden.testing import checkpoints, drafters
 from leyden.train.acceptance import Acceptance, acceptance
 from leyden.train.batches import Corpus
@@ -63,20 +63,26 @@ def configured(method: str, folders: dict[str, Path], **keys: Any) -> Speculativ
     return SpeculativeConfig.from_dict(raw).settle(CONFIG, "target")
 
 
-def engine(target: Nemotron, config: SpeculativeConfig | None = None, step_tokens: int = 16, **options: Any) -> Engine:
+def engine(
+    target: Nemotron,
+    config: SpeculativeConfig | None = None,
+    step_tokens: int = 16,
+    kv_dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Engine:
     shape = PoolShape(
         slots=9,
         pages=150,
         page=PAGE,
         max_model_len=96,
-        kv_dtype=torch.float32,
+        kv_dtype=kv_dtype,
         conv_dtype=torch.float32,
         ssm_dtype=torch.float32,
     )
     if config is not None:
-        drafter, room = load(config, target)
-        shape = replace(shape, draft=room)
-        options |= {"drafter": drafter, "coupled": config.draft_sample_method == "probabilistic"}
+        drafters = load(config, target)
+        shape = replace(shape, draft=room(config, target.config))
+        options |= {"drafters": drafters} | _speculation(config, drafters)
     return Engine(target, Split(shape, 8, step_tokens, slot_bytes=0, page_bytes=0), **options)
 
 
@@ -108,6 +114,59 @@ def test_answers_are_the_same_with_every_drafter(
         assert not stats.failed_drafts and 0 < sum(stats.accepted_tokens) < stats.drafted_tokens
 
 
+def test_the_number_of_drafts_follows_the_load(target: Nemotron, folders: dict[str, Path]):
+    """By ranges, by what is learned with one drafter and with several, by confidence: the text is the same."""
+    expected = answers(engine(target))
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("mtp", {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 5, 1], [6, 9, 0]]}),
+        ("dspark", {"enable_adaptive_verification": True}),
+        ("auto", {"model": str(folders["dspark"]), "enable_adaptive_verification": True}),
+    ]
+    for method, keys in ways:
+        for overlap in (False, True):
+            made = engine(target, configured(method, folders, **keys), overlap=overlap)
+            choices = watched(made)
+            assert answers(made) == expected and not made.stats().failed_drafts
+            stats = made.stats()
+            assert 0 < sum(stats.accepted_tokens) <= stats.drafted_tokens
+            which, counts = {which for which, n in choices if n}, {n for _, n in choices}
+            assert which == ({0, 1} if method == "auto" else {0})
+            assert counts >= ({0, 1, 3} if method == "mtp" else {0, 3})
+
+
+def watched(made: Engine) -> list[tuple[int, int]]:
+    """What the schedule will choose."""
+    schedule, choices = made.scheduler._schedule, []
+    choose = schedule.choose
+    schedule.choose = lambda running: choices.append(choose(running)) or choices[-1]  # type: ignore[method-assign,func-returns-value]
+    return choices
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_acceptance_by_decree(target: Nemotron, folders: dict[str, Path], overlap: bool):
+    """Rates are met whatever the target says, and every number says that they are not its own."""
+    rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.5, 0.1]}
+    made = engine(target, configured("mtp", folders, **rates), overlap=overlap)
+    got = run(made, [(0, request(f"{i}", [i, 3, 5], max_tokens=80)) for i in range(8)])
+    assert all(len(tokens_of(deltas)) == 80 for deltas in got.values())
+    stats = made.stats()
+    assert stats.synthetic and "SYNTHETIC" in made.describe()["drafting"]
+    for kept, rate in zip(stats.accepted_tokens, [0.8, 0.5, 0.1], strict=True):
+        assert kept / stats.drafts == pytest.approx(rate, abs=4 * 0.5 / stats.drafts**0.5)
+
+
+@pytest.mark.parametrize("method", ["mtp", "dflash"])
+def test_an_fp8_cache_holds_the_drafter_s_keys_too(target: Nemotron, folders: dict[str, Path], method: str):
+    expected = answers(engine(target, kv_dtype=torch.float8_e4m3fn))
+    dtypes = torch.float32, torch.float8_e4m3fn
+    plain, made = (engine(target, configured(method, folders), kv_dtype=dtype) for dtype in dtypes)
+    assert answers(made) == expected
+    answers(plain)
+    assert {array.dtype for array in made.runner.pool.paged} == {torch.float8_e4m3fn}
+    kept, wanted = (sum(one.stats().accepted_tokens) for one in (made, plain))
+    assert not made.stats().failed_drafts and kept > 0.8 * wanted
+
+
 @pytest.mark.parametrize("method", ["mtp", "dflash", "dspark"])
 def test_as_many_steps_as_on_the_finished_answers(target: Nemotron, folders: dict[str, Path], method: str):
     """Alone and together, with prompts in pieces: what the drafter has seen is what training shows it."""
@@ -128,7 +187,7 @@ def test_as_many_steps_as_on_the_finished_answers(target: Nemotron, folders: dic
 def judged(target: Nemotron, folders: dict[str, Path], method: str, data: Corpus) -> Acceptance:
     if method == "mtp":
         return acceptance(target, data, WIDTH, 500)
-    drafter, _ = load(configured(method, folders), target)
+    (drafter,) = load(configured(method, folders), target)
     return draft_acceptance(drafter._network, target, data, WIDTH, 500)  # type: ignore[attr-defined]
 
 
@@ -162,7 +221,7 @@ def test_an_engine_is_loaded_with_what_the_configuration_says(tmp_path: Path, me
         drafters.tiny(tmp_path / "drafter", config, method)
         keys["model"] = str(tmp_path / "drafter")
     elif method == "ngram":
-        keys["method"] = "ngram"
+        keys |= {"method": "ngram", "prompt_lookup_min": 1}
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "kv_cache_memory_bytes": 2**24, "device": "cpu"}
     told = {"draft_sample_method": "probabilistic", **keys}
     plain, drafting = (

@@ -13,7 +13,7 @@ from leyden.errors import CheckpointError
 from leyden.model.nemotron import Nemotron
 from leyden.spec.dflash import DFlash
 from leyden.spec.drafter import Drafter
-from leyden.spec.load import load
+from leyden.spec.load import load, room
 from leyden.spec.mtp import MTP
 from leyden.spec.ngram import NGram
 from leyden.testing.drafters import tiny
@@ -29,7 +29,8 @@ def model() -> Nemotron:
 
 def loaded(**raw: Any) -> tuple[Drafter, DraftShape]:
     config = SpeculativeConfig.from_dict(raw).settle(CONFIG, "target")
-    return load(config, model())
+    (drafter,) = load(config, model())
+    return drafter, room(config, CONFIG)
 
 
 def test_each_method(tmp_path: Path):
@@ -51,3 +52,13 @@ def test_pitfall_4_a_drafter_for_another_target_is_refused(tmp_path: Path):
     tiny(tmp_path, replace(CONFIG, hidden_size=2 * CONFIG.hidden_size))
     with pytest.raises(CheckpointError, match="is a drafter for another target"):
         loaded(model=str(tmp_path))
+
+
+def test_auto_is_all_that_there_is(tmp_path: Path):
+    tiny(tmp_path, CONFIG, "dspark")
+    config = SpeculativeConfig.from_dict({"method": "auto", "model": str(tmp_path)}).settle(CONFIG, "target")
+    assert [type(drafter) for drafter in load(config, model())] == [MTP, DFlash]
+    assert room(config, CONFIG) == DraftShape(width=7, lookahead=6, mtp_layers=1, layers=(2, 2, 16))
+    without = replace(CONFIG, num_nextn_predict_layers=0)
+    config = SpeculativeConfig.from_dict({"method": "auto"}).settle(without, "target")
+    assert config.methods(without) == ("ngram",) and config.num_speculative_tokens == 3

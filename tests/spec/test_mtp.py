@@ -76,7 +76,8 @@ def test_vector_of_a_prefill_three_drafts_and_a_step_that_keeps_one():
             return z.argmax(-1)
 
         at = torch.tensor([position], dtype=torch.int32)
-        heads = Heads(slot, anchor, at, torch.tensor([end]), cache.tables[slot])
+        starts = torch.tensor([0, 1], dtype=torch.int32)
+        heads = Heads(slot, anchor, at, torch.tensor([end]), cache.tables[slot], starts)
         return drafter.draft(heads, count, pick).tokens[0].tolist(), logits
 
     def keys_values(count: int) -> Tensor:

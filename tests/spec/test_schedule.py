@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Callable
 from itertools import accumulate, product
+from math import log2
 from operator import mul
 from pathlib import Path
 
@@ -105,10 +106,10 @@ class Engine:
     def run(self, schedule: Schedule, rows: int, steps: int) -> float:
         tokens, seconds, tried = 0, 0.0, 0
         for _ in range(steps):
-            made = schedule.drafts(rows)
+            _, made = schedule.choose(rows)
             kept = [self.kept(tried) for _ in range(rows)]
             took = self.seconds(rows, tried, made) * self.random.uniform(0.95, 1.05)
-            schedule.told(tried, made, took, kept)
+            schedule.told(0, [tried] * rows, (0, made), took, kept)
             tokens, seconds, tried = tokens + sum(kept) + rows, seconds + took, made
         return tokens / seconds / rows
 
@@ -127,16 +128,16 @@ ENGINES = {
 def test_never_much_slower_than_no_drafts_nor_than_the_best_number(name: str, rows: int):
     engine = Engine(*ENGINES[name])
     rates = [engine.rate(rows, n) for n in range(8)]
-    found = engine.run(Schedule(7), rows, 6000 // rows + 1000)
+    found = engine.run(Schedule([7]), rows, 6000 // rows + 1000)
     assert found > 0.97 * rates[0] and found > 0.95 * max(rates)
 
 
 def test_the_number_follows_the_load():
-    engine, schedule = Engine(*ENGINES["in between"]), Schedule(7)
+    engine, schedule = Engine(*ENGINES["in between"]), Schedule([7])
     chosen = {}
     for rows in (1, 8, 64, 1):
         engine.run(schedule, rows, 400)
-        chosen.setdefault(rows, []).append(schedule._best(round(4 * (rows.bit_length() - 1))))
+        chosen.setdefault(rows, []).append(schedule._best(round(4 * (rows.bit_length() - 1)))[1])
     assert chosen[1][0] > chosen[8][0] > chosen[64][0] == 0 and abs(chosen[1][1] - chosen[1][0]) <= 1
     for rows in (1, 8, 64):
         best = max(range(8), key=lambda n: engine.rate(rows, n))
@@ -144,19 +145,56 @@ def test_the_number_follows_the_load():
 
 
 def test_drafts_that_become_better_are_noticed():
-    engine, schedule = Engine(*ENGINES["bad drafts"]), Schedule(7)
+    engine, schedule = Engine(*ENGINES["bad drafts"]), Schedule([7])
     engine.run(schedule, 1, 1000)
     engine.chance = 0.9
     assert engine.run(schedule, 1, 30_000) > 0.9 * max(engine.rate(1, n) for n in range(8))
 
 
 def test_fixed_ranges():
-    schedule = Schedule(5, [(1, 4, 5), (5, 16, 2), (17, 100, 0)])
-    assert [schedule.drafts(n) for n in (1, 4, 5, 16, 17, 101)] == [5, 5, 2, 2, 0, 5]
+    schedule = Schedule([5], [(1, 4, 5), (5, 16, 2), (17, 100, 0)])
+    assert [schedule.choose(n) for n in (1, 4, 5, 16, 17, 101)] == [(0, n) for n in (5, 5, 2, 2, 0, 5)]
 
 
 def test_one_slow_step_does_not_count_for_more_than_two():
-    schedule = Schedule(1)
+    schedule = Schedule([1])
     for seconds in (1.0, 1.0, 1.0, 500.0):
-        schedule.told(1, 1, seconds, [1])
-    assert schedule.cost(0, 1) == pytest.approx(1 + 1 / 4)
+        schedule.told(0, [1], (0, 1), seconds, [1])
+    assert schedule.cost(0, 0, 1) == pytest.approx(1 + 1 / 4)
+
+
+def test_of_two_drafters_each_has_its_load():
+    """A dear one that is mostly right while there are few sequences, a cheap one when there are more, then none."""
+    engines = [Engine(0.85, 10.0, 0.0, 0.05, 3.0, seed=1), Engine(0.6, 10.0, 0.0, 0.05, 0.2, seed=2)]
+
+    def seconds(which: int, rows: int, n: int, made: int) -> float:
+        extra = 0.4 * rows * n if which == 0 else 0.15 * rows * n
+        return engines[which].seconds(rows, n, made) + extra * (1 if n else 0)
+
+    def rate(which: int, rows: int, n: int) -> float:
+        return sum(engines[which].chance ** i for i in range(n + 1)) / seconds(which, rows, n, n)
+
+    schedule, chosen = Schedule([5, 3]), {}
+    for rows in (1, 8, 200):
+        tried, by = 0, 0
+        for _ in range(1500):
+            which, made = schedule.choose(rows)
+            kept = [engines[by].kept(tried) for _ in range(rows)]
+            schedule.told(by, [tried] * rows, (which, made), seconds(which, rows, tried, made), kept)
+            tried, by = made, which
+        chosen[rows] = schedule._best(round(4 * log2(rows)))
+        every = [(w, n) for w, width in enumerate((5, 3)) for n in range(width + 1)]
+        best = max(rate(w, rows, n) for w, n in every)
+        assert rate(chosen[rows][0], rows, chosen[rows][1]) > 0.95 * best
+    assert chosen[1][0] == 0 and chosen[1][1] and chosen[8][0] == 1 and chosen[8][1] and chosen[200] == (0, 0)
+
+
+def test_unlikely_drafts_are_not_tried_once_it_is_known_what_steps_take():
+    schedule = Schedule([4])
+    confidence = [[0.9, 0.9, 0.05, 0.9], [0.02, 0.9, 0.9, 0.9]]
+    assert schedule.lengths(0, confidence) == [4, 4]
+    for n in (0, 4):
+        for _ in range(4):
+            schedule.told(0, [n, n], (0, n), 1.0 + 0.1 * 2 * n, [0, 0])
+    assert schedule.lengths(0, confidence) == [2, 0]
+    assert schedule.lengths(0, [[1.0] * 4, [1.0] * 4]) == [4, 4] and schedule.lengths(0, []) == []

@@ -13,11 +13,16 @@ from leyden.ops.cpu.program import available, prepare
 __all__ = ["prepare"]
 
 if available:
-    from leyden.ops.cpu import attention, draft, linear, mamba, moe, norm, sample, table
+    from leyden.ops.cpu import attention, draft, drafter, linear, mamba, moe, norm, sample, table
     from leyden.ops.cpu.matrix import FORMATS
 
     _kernels: dict[ops.Op, Callable[..., Any]] = {
         ops.begin: table.begin,
+        ops.begin_drafts: draft.begin_drafts,
+        ops.accept: draft.accept,
+        ops.ahead: draft.ahead,
+        ops.join: draft.join,
+        ops.likeliest: draft.likeliest,
         ops.take: table.take,
         ops.put: table.put,
         ops.rms_norm: norm.rms_norm,
@@ -32,15 +37,15 @@ if available:
         ops.kv_write: attention.kv_write,
         ops.attention: attention.attention,
         ops.attention_packed: attention.attention_packed,
-        ops.rotate: draft.rotate,
-        ops.block_attention: draft.block_attention,
+        ops.rotate: drafter.rotate,
+        ops.block_attention: drafter.block_attention,
         ops.sample: sample.sample,
     }
     _products: dict[ops.Op, Callable[..., Any]] = {
         ops.embed: linear.embed,
         ops.linear: linear.linear,
         ops.mlp: linear.mlp,
-        ops.swiglu: draft.swiglu,
+        ops.swiglu: drafter.swiglu,
         ops.experts: moe.experts,
         ops.moe: moe.moe,
     }

@@ -18,19 +18,19 @@ _QUERIES = 32  # of a block: heads that share their keys, times tokens
 _MOST_QUERIES, _MOST_DIM = 128, 512
 
 
-def kv_write(k: Tensor, v: Tensor, cache: Tensor, rows: Rows) -> None:
+def kv_write(k: Tensor, v: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
     k2, v2 = k.flatten(-2), v.flatten(-2)
     if not (has_rows(k2) and has_rows(v2) and k.dtype == v.dtype and cache.dtype in types and cache.is_contiguous()):
-        return reference.kv_write(k, v, cache, rows)
+        return reference.kv_write(k, v, cache, rows, k_scale, v_scale)
     step = _WRITE(k2, v2, *pages(cache, rows), *places(rows), k2.stride(0), v2.stride(0), types[k.dtype])
     run(step, work=4 * k.numel())
     return None
 
 
-def attention(q: Tensor, cache: Tensor, rows: Rows) -> Tensor:
+def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scale: float = 1.0) -> Tensor:
     flat = q.flatten(-2)
     if not (known(q, cache.shape[3]) and cache.dtype in types and cache.is_contiguous()):
-        return reference.attention(q, cache, rows)
+        return reference.attention(q, cache, rows, k_scale, v_scale)
     return _attention(flat, q.shape[1], pages(cache, rows), cache.shape[3], cache.shape[4], rows)
 
 

@@ -1,63 +1,69 @@
-"""The steps of a drafter network that the target does not have."""
+"""Rows of drafts."""
 
 import torch
 from torch import Tensor
 
-from leyden.formats import Weight
-from leyden.ops.cpu.attention import ROWS, STORE, known, pages, places
-from leyden.ops.cpu.linear import product
-from leyden.ops.cpu.matrix import fits, matrix
-from leyden.ops.cpu.program import Kernel, apart, empty, has_rows, run, types
+from leyden.ops.cpu.program import Kernel, empty, run
+from leyden.ops.cpu.sample import sample
 from leyden.ops.reference import draft as reference
-from leyden.ops.rows import Rows
 
-_ROTATE = Kernel("rotate", "ttttiiii")
-_SILU_TIMES = Kernel("silu_times", "tttii")
-_BLOCK = Kernel("block_attention", "tttttt" + STORE + ROWS + "iiiiiiiiid")
+_BEGIN = Kernel("begin_drafts", "tttttttt" + "iii")
+_ACCEPT = Kernel("accept", "ttttttttttt" + "iiiii")
+_AHEAD = Kernel("ahead", "tt" + "iii")
+_COLUMNS = Kernel("columns", "tt" + "iiii")
+_ZERO = torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.ones(1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    *_, heads, dim = x.shape
-    angles = x.shape[:-2] == cos.shape[:-1] == sin.shape[:-1] and cos.dtype == sin.dtype == torch.float32
-    if not (angles and x.dtype in types and all(t.is_contiguous() for t in (x, cos, sin))):
-        return reference.rotate(x, cos, sin)
-    out = empty(*x.shape, dtype=x.dtype)
-    run(_ROTATE(x, cos, sin, out, x.numel() // (heads * dim), heads, dim // 2, types[x.dtype]), work=4 * x.numel())
+def begin_drafts(
+    slots: Tensor, last: Tensor, drafts: Tensor, committed: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    known = slots.dtype == committed.dtype == torch.int32 and last.dtype == drafts.dtype == torch.int64
+    if not (known and drafts.is_contiguous()):
+        return reference.begin_drafts(slots, last, drafts, committed, count)
+    rows, tokens = len(slots), len(slots) * (count + 1)
+    fed, places = empty(tokens, dtype=torch.int64), empty(tokens, dtype=torch.int64)
+    past, positions = empty(rows, dtype=torch.int32), empty(tokens, dtype=torch.int32)
+    run(_BEGIN(slots, last, drafts, committed, fed, past, positions, places, rows, count, drafts.shape[1]), work=0)
+    return fed, past, positions, places
+
+
+def accept(
+    drawn: Tensor, guesses: Tensor, before: Tensor, positions: Tensor, stops: Tensor, open_at: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    arrays = (drawn, before, stops, open_at)
+    wide = all(t.dtype == torch.int64 for t in (*arrays, guesses, positions))
+    if not (wide and all(t.is_contiguous() for t in arrays) and guesses.stride(1) == 1):
+        return reference.accept(drawn, guesses, before, positions, stops, open_at)
+    (rows, width), strides = drawn.shape, (guesses.stride(0), positions.stride(0))
+    kept, newest = empty(rows, width, dtype=torch.int64), empty(rows, dtype=torch.int64)
+    counts, ends, at = (empty(rows, dtype=torch.int32) for _ in range(3))
+    given, made = (drawn, guesses, before, positions, stops, open_at), (kept, counts, newest, ends, at)
+    run(_ACCEPT(*given, *made, rows, width - 1, stops.shape[1], *strides), work=0)
+    return made
+
+
+def ahead(places: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    if not (places.dtype == torch.int32 and places.is_contiguous() and dtype in (torch.int32, torch.int64)):
+        return reference.ahead(places, count, dtype)
+    out = empty(count, len(places), dtype=dtype)
+    run(_AHEAD(places, out, len(places), count, dtype == torch.int64), work=0)
     return out
 
 
-def swiglu(x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
-    rows, (first, second, third) = x.flatten(0, -2), (matrix(w) for w in (gate, up, down))
-    if first is None or second is None or third is None or not fits(rows, first, second, third):
-        return reference.swiglu(x, gate, up, down)
-    gated, hidden = (empty(len(rows), first.rows, dtype=x.dtype) for _ in range(2))
-    out = empty(*x.shape[:-1], third.rows, dtype=x.dtype)
-    *before, gate_step = product(rows, first, gated)
-    *between, up_step = product(rows, second, hidden)
-    run(
-        *before,
-        *between,
-        *apart(gate_step, up_step),
-        _SILU_TIMES(gated, hidden, hidden, hidden.numel(), types[x.dtype]),
-        *product(hidden, third, out),
-        work=3 * len(rows) * first.rows * first.columns,
-    )
+def join(*parts: Tensor) -> Tensor:
+    if not all(part.dim() == 2 and part.stride(1) == 1 and part.dtype == parts[0].dtype for part in parts):
+        return reference.join(*parts)
+    out = empty(len(parts[0]), sum(part.shape[1] for part in parts), dtype=parts[0].dtype)
+    size, start, steps = out.element_size(), 0, []
+    for part in parts:
+        width = part.shape[1]
+        strides = (part.stride(0) * size, out.stride(0) * size)
+        steps.append(_COLUMNS(part, out[:, start : start + width], len(part), width * size, *strides))
+        start += width
+    run(*steps, work=0)
     return out
 
 
-def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, rows: Rows, causal: bool, window: int | None, sinks: Tensor | None
-) -> Tensor:
-    (_, heads, dim), kv_heads = q.shape, k.shape[1]
-    flat = [t.flatten(1) for t in (q, k, v)]
-    alike = q.dtype == k.dtype == v.dtype and all(has_rows(t) for t in flat)
-    plain = cache.dtype in types and cache.is_contiguous() and (sinks is None or sinks.dtype in types)
-    if not (alike and plain and known(q, kv_heads)):
-        return reference.block_attention(q, k, v, cache, rows, causal, window, sinks)
-    size = max(rows.lens) * heads // kv_heads * (2 * (-(-dim // 16) * 16) + 2)
-    desk, out = empty(torch.get_num_threads(), size, dtype=torch.float32), empty(*q.shape, dtype=q.dtype)
-    strides = [t.stride(0) for t in flat]
-    sink_type = types[q.dtype if sinks is None else sinks.dtype]
-    form = (heads, *strides, size, types[q.dtype], sink_type, causal, window or 0, dim**-0.5)
-    run(_BLOCK(*flat, sinks, out, desk, *pages(cache, rows), *places(rows), *form))
-    return out
+def likeliest(logits: Tensor) -> Tensor:
+    zero, none, one = (t.expand(len(logits)) for t in _ZERO)
+    return sample(logits, zero, none, one, zero, none, none)

@@ -1,4 +1,5 @@
-"""The steps of a drafter network that the target does not have: rotary embedding, gated MLP, attention of a block.
+"""Rows of drafts, and the steps of a drafter network that the target does not have: rotary embedding, gated MLP,
+attention of a block.
 
 A block is the few rows that a drafter proposes from: the anchor (the newest token) and mask tokens after it. Its rows
 see the context, which are the keys and values made of the target's residual stream, and each other. Source: DFlash
@@ -12,6 +13,64 @@ from torch import Tensor
 from leyden.formats import Weight
 from leyden.ops.reference.linear import linear
 from leyden.ops.rows import Rows
+
+
+def begin_drafts(
+    slots: Tensor, last: Tensor, drafts: Tensor, committed: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What rows of the newest token and `count` drafts start from, for slots int32 [R]: (tokens int64, past int32 [R],
+    positions int32, places int64), all but one [R * (count + 1)].
+
+    last int64 [S]: the newest token of each slot; drafts int64 [S, W]: what is proposed behind it, -1 for nothing, in
+    whose place token 0 is fed; committed int32 [S]: the tokens before it. `places` are those of the tokens that will be
+    sampled, one behind each position.
+    """
+    past = committed[slots]
+    tokens = torch.cat([last[slots, None], drafts[slots, :count].clamp(min=0)], dim=1)
+    positions = past[:, None] + torch.arange(count + 1, dtype=torch.int32, device=past.device)
+    return tokens.flatten(), past, positions.flatten(), positions.flatten().long() + 1
+
+
+def accept(
+    drawn: Tensor, guesses: Tensor, before: Tensor, positions: Tensor, stops: Tensor, open_at: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """How far guesses int64 [R, W] are what the target says, drawn int64 [R, W + 1] -> (kept int64 [R, W + 1], -1
+    behind what is kept; counts int32 [R], how much that is; newest int64 [R], the last of it; its index in
+    drawn.flatten() int32 [R]; its position int32 [R]).
+
+    The first token of a row is always kept, each further one if the guess before it is right and no end. before int64
+    [R]: the token before drawn[:, 0], behind which nothing counts if it is an end itself; positions int64 [R]: of
+    drawn[:, 0]. An end is one of stops int64 [R, E] (-1: none) from position open_at int64 [R] on.
+    """
+    width = guesses.shape[1]
+    reach = torch.arange(width + 1, device=drawn.device)
+
+    def ends(tokens: Tensor, at: Tensor) -> Tensor:
+        return (tokens[..., None] == stops[:, None]).any(-1) & (at >= open_at[:, None])
+
+    running = ~ends(before[:, None], positions[:, None] - 1)
+    said = drawn[:, :width]
+    right = (said == guesses) & ~ends(said, positions[:, None] + reach[:width]) & running
+    accepted = right.int().cumprod(1).sum(1)
+    kept = torch.where(reach <= accepted[:, None], drawn, -1)
+    newest = drawn.gather(1, accepted[:, None])[:, 0]
+    first = torch.arange(0, drawn.numel(), width + 1, device=drawn.device)
+    return kept, (accepted + 1).int(), newest, (first + accepted).int(), (positions + accepted).int()
+
+
+def ahead(places: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """places int32 [R] and what is 1 .. count - 1 behind them -> [count, R]."""
+    return (places + torch.arange(count, device=places.device)[:, None]).to(dtype)
+
+
+def join(*parts: Tensor) -> Tensor:
+    """Parts [T, ...] side by side -> [T, sum of their widths]."""
+    return torch.cat(parts, dim=-1)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The most likely token of each row, the first of equals: logits fp32 [R, V] -> int64 [R]."""
+    return logits.argmax(-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -35,8 +94,9 @@ def block_attention(
     """Blocks of q [T, heads, dim] attend to their context in the cache and to themselves -> [T, heads, dim].
 
     Row r of `rows` is one block; its context are positions 0 .. past[r] - 1 of cache [2, pages, page, kv heads, dim],
-    and k, v [T, kv heads, dim] are its own keys and values, which the cache need not hold. Visibility, sinks and
-    arithmetic as in block_attention_packed. Reads `past` on the host: on CUDA it waits.
+    and k, v [T, kv heads, dim] are its own keys and values, which the cache need not hold. Caches of drafters have no
+    scales, of 8-bit floats neither. Visibility, sinks and arithmetic as in block_attention_packed. Reads `past` on the
+    host: on CUDA it waits.
     """
     assert rows.pages is not None
     page = cache.shape[2]

@@ -7,24 +7,18 @@ a seed gets the same tokens whatever shares its batch and however its steps are 
 import torch
 from torch import Tensor
 
-_MASK = 0xFFFFFFFF
+from leyden.ops.reference.philox import philox
 
 
 def uniform(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
     """Uniforms in (0, 1), fp32 [R, N], from seed int64 [R], position int64 [R] and token ids int64 [R, N].
 
-    Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): key = the 64 bits
-    of the seed, counter = (id // 4, position, 0, 0); word id % 4 of the result, its upper 23 bits plus a half.
+    Philox 4x32 with 10 rounds: key = the 64 bits of the seed, counter = (id // 4, position, 0, 0); word id % 4 of the
+    result, its upper 23 bits plus a half.
     """
-    c0, c1 = ids >> 2, position[:, None].expand_as(ids)
-    c2, c3 = torch.zeros_like(ids), torch.zeros_like(ids)
-    k0, k1 = (seed & _MASK)[:, None], ((seed >> 32) & _MASK)[:, None]
-    for _ in range(10):
-        # int64 products wrap, which leaves the low 64 bits right; the mask takes the sign off the high half
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    word = torch.stack((c0, c1, c2, c3), -1).gather(-1, (ids & 3)[..., None])[..., 0]
+    zero = torch.zeros_like(ids)
+    words = philox(ids >> 2, position[:, None].expand_as(ids), zero, zero, seed[:, None], 10)
+    word = torch.stack(words, -1).gather(-1, (ids & 3)[..., None])[..., 0]
     return ((word >> 9).float() + 0.5) * 2.0**-23
 
 

@@ -1,52 +1,77 @@
-"""What drafters have of their own, against the references."""
+"""The small steps around drafts: kernels against references, and the references by hand."""
 
 import pytest
 import torch
 
 from leyden import ops
-from leyden.formats.int4 import Int4
-from leyden.ops.cpu.program import Arena, Program, available
-from tests.ops.cpu.test_formats import weight as stored
-from tests.ops.cpu.test_kernels import DTYPES, agree, among_nan, close, draw, rows, solid, weight
+from leyden.ops.cpu.program import available
+from tests.ops.cpu.test_kernels import both
 
 pytestmark = pytest.mark.skipif(not available, reason="the kernels need a C compiler")
 
-__all__ = ["draw"]  # a fixture
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_begin_drafts(count: int):
+    slots, committed = torch.tensor([3, 1, 4], dtype=torch.int32), torch.arange(5, dtype=torch.int32) * 10
+    last, drafts = torch.arange(5) + 100, torch.randint(-1, 50, (5, 3))
+    found, expected = both(ops.begin_drafts, slots, last, drafts, committed, count)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype and one.tolist() == other.tolist()
+    assert found[0].view(3, -1)[:, 0].tolist() == [103, 101, 104] and found[0].min() >= 0
+    assert found[3].view(3, -1)[0].tolist() == [31 + i for i in range(count + 1)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [2, 24, 64, 130])
-def test_rotate(draw, dim: int, dtype: torch.dtype) -> None:
-    angles = draw(2, 3, dim // 2, scale=3)
-    agree(ops.rotate, solid(draw(2, 3, 5, dim).to(dtype)), solid(angles.cos()), solid(angles.sin()), scale=2)
+@pytest.mark.parametrize("width", [0, 1, 4])
+def test_accept(width: int):
+    random = torch.Generator().manual_seed(width)
+
+    def ids(*shape: int, low: int = 0) -> torch.Tensor:
+        return torch.randint(low, 3, shape, generator=random)
+
+    for _ in range(50):
+        drawn, guesses, before, stops = ids(6, width + 1), ids(6, width, low=-1), ids(6), ids(6, 2, low=-1) * 4 - 3
+        stops[:, 1] = ids(6)
+        positions, open_at = torch.arange(6) * 7, torch.arange(6) * 7 + torch.randint(-2, 8, (6,), generator=random)
+        given = drawn, guesses, before, positions, stops, open_at
+        found, expected = both(ops.accept, *given)
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == other.dtype and one.tolist() == other.tolist()
+        for row in range(6):
+            kept = by_hand(*(t[row].tolist() for t in given))
+            assert found[0][row].tolist() == kept + [-1] * (width + 1 - len(kept))
+            assert found[1][row] == len(kept) and found[2][row] == kept[-1]
+            assert found[3][row] == row * (width + 1) + len(kept) - 1
+            assert found[4][row] == positions[row] + len(kept) - 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("count", [1, 8, 19])
-def test_swiglu(draw, count: int, dtype: torch.dtype) -> None:
-    x = among_nan(draw(count, 64).to(dtype))
-    gate, up, down = (weight(draw(*shape, scale=0.1).to(dtype)) for shape in ((96, 64), (96, 64), (64, 96)))
-    agree(ops.swiglu, x, gate, up, down, scale=4)
-    codes = [stored(Int4(group=32), *shape, dtype=dtype) for shape in ((96, 64), (96, 64), (64, 96))]
-    agree(ops.swiglu, x / 100, *codes, scale=4)
+def by_hand(drawn, guesses, before, position, stops, open_at) -> list[int]:
+    kept = [drawn[0]]
+    if before in stops and position - 1 >= open_at:
+        return kept
+    for i, guess in enumerate(guesses):
+        if guess != drawn[i] or (drawn[i] in stops and position + i >= open_at):
+            break
+        kept.append(drawn[i + 1])
+    return kept
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 6, 40])
-@pytest.mark.parametrize(("heads", "kv", "dim", "sinks"), [(6, 2, 8, False), (4, 1, 20, True), (8, 4, 64, True)])
-def test_block_attention(draw, heads, kv, dim, sinks, window, causal, dtype) -> None:
-    lens, before = [4, 1, 8], [0, 37, 9]
-    batch, tokens = rows(before, lens, tokens=64), sum(lens)
-    wide = among_nan(draw(tokens, (heads + 2 * kv) * dim).to(dtype))
-    q, k, v = (t.unflatten(-1, (-1, dim)) for t in wide.split([heads * dim, kv * dim, kv * dim], dim=-1))
-    cache = torch.full((2, 3 * 16 + 1, 4, kv, dim), float("nan"), dtype=dtype)
-    for pages, past in zip(batch.pages, before, strict=True):
-        for i in range(past):
-            cache[:, pages[i // 4], i % 4] = draw(2, kv, dim).to(dtype)
-    sink = draw(heads).to(dtype) if sinks else None
-    found = ops.block_attention(q, k, v, cache, batch, causal, window, sink)
-    assert ops.block_attention._kernels["cpu", "dense"].__module__.startswith("leyden.ops.cpu")
-    close(found, ops.block_attention.reference(q, k, v, cache, batch, causal, window, sink), scale=2)
-    out = Program(lambda: ops.block_attention(q, k, v, cache, batch, causal, window, sink), Arena())()
-    assert torch.equal(out, found), "and it can be recorded"
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ahead(dtype: torch.dtype):
+    found, expected = both(ops.ahead, torch.tensor([5, 0, 9], dtype=torch.int32), 4, dtype)
+    assert found[0].dtype == dtype and found[0].tolist() == expected[0].tolist() == [
+        [5 + i, i, 9 + i] for i in range(4)
+    ]
+
+
+def test_join():
+    parts = [torch.randn(5, 8)[:, 1:4], torch.randn(5, 2), torch.randn(5, 1)]
+    found, expected = both(ops.join, *parts)
+    assert torch.equal(found[0], expected[0])
+    found, _ = both(ops.join, *(torch.arange(4)[:, None] + i for i in range(3)))
+    assert found[0].tolist() == [[i, i + 1, i + 2] for i in range(4)]
+
+
+def test_likeliest_is_the_first_of_equals():
+    logits = torch.randn(7, 33).round()
+    found, expected = both(ops.likeliest, logits)
+    assert found[0].tolist() == expected[0].tolist() == [row.index(max(row)) for row in logits.tolist()]

@@ -15,7 +15,7 @@ import pytest
 from leyden.ops.cpu.program import available
 
 ROOT = Path(__file__).parents[3]
-TESTS = [f"tests/ops/cpu/test_{name}.py" for name in ("kernels", "formats", "draft")]
+TESTS = [f"tests/ops/cpu/test_{name}.py" for name in ("kernels", "formats", "drafter")]
 FLAGS = "-O0 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 NARROW = "-march=x86-64" if os.uname().machine == "x86_64" else ""
 # One float too many, behind the end of a tensor

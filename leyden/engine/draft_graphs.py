@@ -1,0 +1,225 @@
+"""Steps with drafts as one launch, on the CPU: see graphs.py. Rows of the newest token and drafts behind it, or none.
+
+A step has three parts: the forward pass up to the logits; what is drawn from them and kept; what follows from that,
+which is states over what was kept, and the drafters. Where sampling is plain all are one recording. Otherwise the
+sampler does the middle part by itself. A drafter that is not all kernels does its part by itself, too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from leyden import log, ops
+from leyden.cache.pool import Pool
+from leyden.engine.drafting import Drafted, Drafting
+from leyden.engine.grammar import Allowed
+from leyden.engine.sampler import Drawn, Sampler
+from leyden.model.context import Context
+from leyden.model.nemotron import Nemotron
+from leyden.ops.cpu.program import Arena, NotRecordable, Program, available
+from leyden.ops.rows import Rows
+from leyden.spec.drafter import Heads, Seen
+from leyden.types import Plan, Row
+
+logger = log.get(__name__)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What a forward pass leaves: tensors that its recording fills."""
+
+    tokens: Tensor  # int64 [T]
+    ctx: Context
+    places: Tensor  # int64 [T]: of what is sampled behind each token
+    hidden: Tensor  # [T, H]
+    taps: list[Tensor]
+    logits: Tensor  # fp32 [T, V]
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What is sampled, and kept of it: see ops.accept."""
+
+    drawn: Tensor  # int64 [R, n + 1]
+    kept: Tensor
+    counts: Tensor
+    newest: Tensor
+    ends: Tensor
+    at: Tensor
+
+
+class DraftGraphs:
+    """The recordings of one model with its pool, sampler and drafters, made when a form of step first comes up.
+
+    Only drafters without confidence are recorded. A row with fewer drafts than the others has guesses of no token.
+    """
+
+    def __init__(self, model: Nemotron, pool: Pool, sampler: Sampler, drafting: Drafting):
+        slots, width = pool.shape.slots, sampler.drafts.shape[1]
+        self._model, self._pool, self._sampler, self._drafting = model, pool, sampler, drafting
+        self.records = pool.committed.device.type == "cpu" and available
+        self._drafters_record = True
+        self._arena = Arena()
+        self._programs: dict[tuple[object, ...], Program] = {}
+        self._passes: dict[tuple[object, ...], _Pass] = {}  # by program, like the rest
+        self._outcomes: dict[tuple[object, ...], _Outcome] = {}
+        self._drafts: dict[tuple[object, ...], Drafted] = {}  # where drafters are recorded
+        self._slots = torch.zeros(slots, dtype=torch.int32)
+        self._owners = torch.zeros(slots * (width + 1), dtype=torch.int32)  # the slot of each token
+        self._starts = [torch.arange(slots + 1, dtype=torch.int32) * (n + 1) for n in range(width + 1)]
+        self._pages = torch.zeros(slots, pool.shape.pages_per_slot, dtype=torch.int32)
+        if self.records:
+            shared = self._slots, self._owners, self._pages, sampler.last, sampler.drafts, pool.tables
+            self._arrays = [tensor.numpy() for tensor in shared]
+            self._nothing = torch.full((slots, max(width, 1)), -1)
+        self._given: dict[tuple[int, int], _Outcome] = {}  # where the sampler's own outcomes are put
+
+    def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None]) -> tuple[Drawn, Drafted] | None:
+        """The whole step, if there is a recording for it; None: run the model yourself."""
+        form = self._load(plan.rows)
+        if form is None:
+            return None
+        rows = plan.rows
+        constraints = allowed(rows)
+        plain = constraints is None and self._sampler.plain(rows) and self._sampler.decree is None
+        if plain:
+            key = self._whole(plan, form)
+            if key is None:
+                return None
+            outcome = self._outcomes[key]
+            drawn = Drawn(outcome.kept.clone(), outcome.counts.long() - 1)
+        else:
+            forward = ("forward", *form)
+            if not self._record(forward, lambda: self._forward(forward, form).logits):
+                return None
+            drawn, outcome = self._judge(rows, form, self._passes[forward], constraints)
+            key = ("after", *form, plan.drafter, plan.drafts)
+            if not self._record(key, lambda: self._after(key, form, self._passes[forward], outcome, plan)):
+                return None
+            self._passes[key] = self._passes[forward]
+        return drawn, self._drafted(key, form, outcome, plan)
+
+    def _load(self, rows: list[Row]) -> tuple[int, int] | None:
+        """Take `rows` as the input of what runs next -> (rows, drafts of each)."""
+        if not self.records or ops.forced() or not all(row.sample and row.n == 1 + row.drafts for row in rows):
+            return None
+        count, most, page = len(rows), max(row.drafts for row in rows), self._pool.shape.page
+        if max(row.start for row in rows) + 1 + most > page * self._pool.shape.pages_per_slot:
+            return None
+        own_slots, owners, pages, last, drafts, tables = self._arrays  # whose indexing costs a fraction of a tensor's
+        slots = [row.slot for row in rows]
+        own_slots[:count] = slots
+        owners[: count * (most + 1)].reshape(count, -1).T[:] = slots
+        used = (max(row.start for row in rows) + most + self._pool.shape.draft.lookahead) // page + 1
+        for i, row in enumerate(rows):
+            pages[i, :used] = tables[row.slot, :used]
+            if row.tokens:
+                last[row.slot] = row.tokens[0]
+            if row.drafts < most:  # what it has less than the others is no guess, and has no pages
+                drafts[row.slot, row.drafts :] = -1
+                pages[i, -(-(row.start + row.n + self._pool.shape.draft.lookahead) // page) : used] = 0
+        return count, most
+
+    def _whole(self, plan: Plan, form: tuple[int, int]) -> tuple[object, ...] | None:
+        """Run all of a plain step -> the key of what it leaves."""
+        key = ("whole", *form, self._sampler.stops.shape[1], plan.drafter, plan.drafts)
+
+        def step() -> Tensor:
+            made = self._forward(key, form)
+            count, drafts = form
+            slots, owners = self._slots[:count], self._owners[: count * (drafts + 1)]
+            drawn = self._sampler.draw(owners, made.places, made.logits).view(count, drafts + 1)
+            guesses, before = ops.take(self._sampler.drafts, slots)[:, :drafts], ops.take(self._sampler.last, slots)
+            first = made.places.view(count, drafts + 1)[:, 0]
+            outcome = _Outcome(drawn, *self._sampler.accept(slots, drawn, guesses, before, first))
+            ops.put(outcome.newest, self._sampler.last, slots)
+            self._outcomes[key] = outcome
+            return self._after(key, form, made, outcome, plan)
+
+        return key if self._record(key, step) else None
+
+    def _forward(self, key: tuple[object, ...], form: tuple[int, int]) -> _Pass:
+        count, drafts = form
+        slots, pages = self._slots[:count], self._pages[:count]
+        tables = self._sampler.last, self._sampler.drafts, self._pool.committed
+        tokens, past, positions, places = ops.begin_drafts(slots, *tables, drafts)
+        narrow = Rows((drafts + 1,) * count, self._starts[drafts][: count + 1], past, slots, pages)
+        wide = Rows((), self._starts[0][:1], past[:0], slots[:0], pages[:0])
+        ctx = Context(narrow, wide, positions, self._pool)
+        hidden, taps = self._model(tokens, ctx, self._drafting.taps)
+        self._passes[key] = _Pass(tokens, ctx, places, hidden, taps, self._model.logits(hidden))
+        return self._passes[key]
+
+    def _judge(
+        self, rows: list[Row], form: tuple[int, int], made: _Pass, allowed: Allowed | None
+    ) -> tuple[Drawn, _Outcome]:
+        """The sampler's way from the logits to the outcome, which is put where the rest of the step reads it."""
+        count, drafts = form
+        slots = self._slots[:count].long()
+        at = np.concatenate([np.arange(row.drafts + 1) + i * (drafts + 1) for i, row in enumerate(rows)])
+        places = slice(None) if len(at) == len(made.logits) else torch.from_numpy(at)
+        drawn = self._sampler.sample(rows, slots, made.places[places], made.logits[places], allowed)
+        if form not in self._given:
+            grid, row = torch.zeros(count, drafts + 1, dtype=torch.int64), torch.zeros(count, dtype=torch.int32)
+            self._given[form] = _Outcome(grid, grid, row, row.long(), row.clone(), row.clone())
+        outcome = self._given[form]
+        outcome.drawn[:, : drawn.tokens.shape[1]] = drawn.tokens.clamp(min=0)
+        outcome.counts.copy_(drawn.accepted + 1)
+        outcome.newest.copy_(self._sampler.last[slots])
+        outcome.ends.copy_(drawn.accepted + torch.arange(count) * (drafts + 1))
+        outcome.at.copy_(made.places.view(count, -1)[:, 0] + drawn.accepted)
+        return drawn, outcome
+
+    def _after(
+        self, key: tuple[object, ...], form: tuple[int, int], made: _Pass, outcome: _Outcome, plan: Plan
+    ) -> Tensor:
+        slots = self._slots[: form[0]]
+        self._model.replay(made.ctx, outcome.counts)
+        self._pool.reach(slots, outcome.at)
+        if self._drafters_record:
+            seen, heads = self._given_to_drafters(form[0], made, outcome)
+            draft = self._drafting.step(seen, heads, plan.drafter, plan.drafts)
+            if draft is not None and draft.confidence is not None:
+                raise NotRecordable("confidence")
+            tokens = self._nothing[: form[0]] if draft is None else draft.tokens
+            if (missing := self._nothing.shape[1] - tokens.shape[1]) > 0:
+                tokens = ops.join(tokens, self._nothing[: form[0], :missing])
+            ops.put(tokens, self._sampler.drafts, slots)
+            self._drafts[key] = Drafted(tokens, None)
+        return outcome.newest
+
+    def _given_to_drafters(self, count: int, made: _Pass, outcome: _Outcome) -> tuple[Seen, Heads]:
+        seen = Seen(made.tokens, outcome.drawn.flatten(), made.hidden, made.taps, made.ctx)
+        slots, pages, starts = self._slots[:count], self._pages[:count], self._starts[0][: count + 1]
+        return seen, Heads(slots, outcome.newest, outcome.at, outcome.ends, pages, starts)
+
+    def _drafted(self, key: tuple[object, ...], form: tuple[int, int], outcome: _Outcome, plan: Plan) -> Drafted:
+        if (found := self._drafts.get(key)) is not None:
+            return Drafted(found.tokens.clone(), None)
+        slots = self._slots[: form[0]].long()
+        seen, heads = self._given_to_drafters(form[0], self._passes[key], outcome)
+        return self._drafting.guarded(slots, lambda: self._drafting.step(seen, heads, plan.drafter, plan.drafts))
+
+    def _record(self, key: tuple[object, ...], step: Callable[[], Tensor]) -> bool:
+        """Run a recording, made if it is not there; False: it cannot be."""
+        if key not in self._programs:
+            try:
+                self._programs[key] = self._made(step)
+            except NotRecordable as reason:
+                logger.info("steps with drafts are not recorded: %s", reason)
+                self.records = False
+                return False
+        self._programs[key]()
+        return True
+
+    def _made(self, step: Callable[[], Tensor]) -> Program:
+        if self._drafters_record:
+            try:
+                return Program(step, self._arena)
+            except Exception as reason:  # whatever it is: a drafter must not end more than its own drafts
+                logger.info("the drafters' part of steps is not recorded: %s", reason)
+                self._drafters_record = False  # from now on; what is recorded already stays right
+        return Program(step, self._arena)

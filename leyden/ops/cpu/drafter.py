@@ -1,0 +1,63 @@
+"""The steps of a drafter network that the target does not have."""
+
+import torch
+from torch import Tensor
+
+from leyden.formats import Weight
+from leyden.ops.cpu.attention import ROWS, STORE, known, pages, places
+from leyden.ops.cpu.linear import product
+from leyden.ops.cpu.matrix import fits, matrix
+from leyden.ops.cpu.program import Kernel, apart, empty, has_rows, run, types
+from leyden.ops.reference import draft as reference
+from leyden.ops.rows import Rows
+
+_ROTATE = Kernel("rotate", "ttttiiii")
+_SILU_TIMES = Kernel("silu_times", "tttii")
+_BLOCK = Kernel("block_attention", "tttttt" + STORE + ROWS + "iiiiiiiiid")
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    *_, heads, dim = x.shape
+    angles = x.shape[:-2] == cos.shape[:-1] == sin.shape[:-1] and cos.dtype == sin.dtype == torch.float32
+    if not (angles and x.dtype in types and all(t.is_contiguous() for t in (x, cos, sin))):
+        return reference.rotate(x, cos, sin)
+    out = empty(*x.shape, dtype=x.dtype)
+    run(_ROTATE(x, cos, sin, out, x.numel() // (heads * dim), heads, dim // 2, types[x.dtype]), work=4 * x.numel())
+    return out
+
+
+def swiglu(x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
+    rows, (first, second, third) = x.flatten(0, -2), (matrix(w) for w in (gate, up, down))
+    if first is None or second is None or third is None or not fits(rows, first, second, third):
+        return reference.swiglu(x, gate, up, down)
+    gated, hidden = (empty(len(rows), first.rows, dtype=x.dtype) for _ in range(2))
+    out = empty(*x.shape[:-1], third.rows, dtype=x.dtype)
+    *before, gate_step = product(rows, first, gated)
+    *between, up_step = product(rows, second, hidden)
+    run(
+        *before,
+        *between,
+        *apart(gate_step, up_step),
+        _SILU_TIMES(gated, hidden, hidden, hidden.numel(), types[x.dtype]),
+        *product(hidden, third, out),
+        work=3 * len(rows) * first.rows * first.columns,
+    )
+    return out
+
+
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, rows: Rows, causal: bool, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    (_, heads, dim), kv_heads = q.shape, k.shape[1]
+    flat = [t.flatten(1) for t in (q, k, v)]
+    alike = q.dtype == k.dtype == v.dtype and all(has_rows(t) for t in flat)
+    plain = cache.dtype in types and cache.is_contiguous() and (sinks is None or sinks.dtype in types)
+    if not (alike and plain and known(q, kv_heads)):
+        return reference.block_attention(q, k, v, cache, rows, causal, window, sinks)
+    size = max(rows.lens) * heads // kv_heads * (2 * (-(-dim // 16) * 16) + 2)
+    desk, out = empty(torch.get_num_threads(), size, dtype=torch.float32), empty(*q.shape, dtype=q.dtype)
+    strides = [t.stride(0) for t in flat]
+    sink_type = types[q.dtype if sinks is None else sinks.dtype]
+    form = (heads, *strides, size, types[q.dtype], sink_type, causal, window or 0, dim**-0.5)
+    run(_BLOCK(*flat, sinks, out, desk, *pages(cache, rows), *places(rows), *form))
+    return out

@@ -1,0 +1,52 @@
+"""What drafters have of their own, against the references."""
+
+import pytest
+import torch
+
+from leyden import ops
+from leyden.formats.int4 import Int4
+from leyden.ops.cpu.program import Arena, Program, available
+from tests.ops.cpu.test_formats import weight as stored
+from tests.ops.cpu.test_kernels import DTYPES, agree, among_nan, close, draw, rows, solid, weight
+
+pytestmark = pytest.mark.skipif(not available, reason="the kernels need a C compiler")
+
+__all__ = ["draw"]  # a fixture
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [2, 24, 64, 130])
+def test_rotate(draw, dim: int, dtype: torch.dtype) -> None:
+    angles = draw(2, 3, dim // 2, scale=3)
+    agree(ops.rotate, solid(draw(2, 3, 5, dim).to(dtype)), solid(angles.cos()), solid(angles.sin()), scale=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1, 8, 19])
+def test_swiglu(draw, count: int, dtype: torch.dtype) -> None:
+    x = among_nan(draw(count, 64).to(dtype))
+    gate, up, down = (weight(draw(*shape, scale=0.1).to(dtype)) for shape in ((96, 64), (96, 64), (64, 96)))
+    agree(ops.swiglu, x, gate, up, down, scale=4)
+    codes = [stored(Int4(group=32), *shape, dtype=dtype) for shape in ((96, 64), (96, 64), (64, 96))]
+    agree(ops.swiglu, x / 100, *codes, scale=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 6, 40])
+@pytest.mark.parametrize(("heads", "kv", "dim", "sinks"), [(6, 2, 8, False), (4, 1, 20, True), (8, 4, 64, True)])
+def test_block_attention(draw, heads, kv, dim, sinks, window, causal, dtype) -> None:
+    lens, before = [4, 1, 8], [0, 37, 9]
+    batch, tokens = rows(before, lens, tokens=64), sum(lens)
+    wide = among_nan(draw(tokens, (heads + 2 * kv) * dim).to(dtype))
+    q, k, v = (t.unflatten(-1, (-1, dim)) for t in wide.split([heads * dim, kv * dim, kv * dim], dim=-1))
+    cache = torch.full((2, 3 * 16 + 1, 4, kv, dim), float("nan"), dtype=dtype)
+    for pages, past in zip(batch.pages, before, strict=True):
+        for i in range(past):
+            cache[:, pages[i // 4], i % 4] = draw(2, kv, dim).to(dtype)
+    sink = draw(heads).to(dtype) if sinks else None
+    found = ops.block_attention(q, k, v, cache, batch, causal, window, sink)
+    assert ops.block_attention._kernels["cpu", "dense"].__module__.startswith("leyden.ops.cpu")
+    close(found, ops.block_attention.reference(q, k, v, cache, batch, causal, window, sink), scale=2)
+    out = Program(lambda: ops.block_attention(q, k, v, cache, batch, causal, window, sink), Arena())()
+    assert torch.equal(out, found), "and it can be recorded"
