@@ -27,7 +27,6 @@ from leyden.engine.engine import Engine
 from leyden.errors import ConfigError
 from leyden.model.nemotron import Nemotron
 from leyden.ops.cpu import program
-from leyden.ops.cpu.probe import Probe
 from leyden.types import Request, SamplingParams
 
 # Steps of decoding in one measurement, and before it: on CUDA the first ones capture graphs.
@@ -119,11 +118,13 @@ class Ladder:
         self._count = 0
         self._random = torch.Generator().manual_seed(0)
         self.generate(1, 16)
-        self.load_s = time.monotonic() - started
-        self.probe: DeviceProbe | Probe | None = None
+        self.load_s, self.loaded = time.monotonic() - started, time.time()
+        self.probe: Any = None
         if device == "cuda":
             self.probe = DeviceProbe()
         elif program.available and not ops.forced():
+            from leyden.ops.cpu.probe import Probe
+
             self.probe = Probe()
 
     def generate(self, batch: int, context: int, steps: int = 1) -> tuple[float, list[float]]:
@@ -184,6 +185,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement; medians count (default 3)")
     parser.add_argument("--threads", type=int, help="default: as torch chooses, which OMP_NUM_THREADS changes")
     parser.add_argument("--reference", action="store_true", help="run the reference ops instead of the kernels")
+    parser.add_argument("--since", type=float, help=argparse.SUPPRESS)  # when the process was started, time.time()
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     given = parser.parse_args(argv)
     batches, contexts, prefill = (_numbers(given, name) for name in ("batches", "contexts", "prefill"))
@@ -202,6 +204,7 @@ def main(argv: Sequence[str]) -> int:
             SamplingParams(temperature=1.0, top_p=0.95) if given.sample else None,
             mamba_ssm_cache_dtype=given.mamba_ssm_cache_dtype,
         )
+        load_s = ladder.loaded - given.since if given.since else ladder.load_s
         cells = [ladder.decode(batch, context, given.repeats) for context in contexts for batch in batches]
         reading = {tokens: ladder.prefill(tokens, given.repeats) for tokens in prefill}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -210,7 +213,7 @@ def main(argv: Sequence[str]) -> int:
         peak = torch.cuda.max_memory_allocated()
     if given.json:
         found = {"decode": [asdict(cell) for cell in cells], "prefill": reading}
-        print(json.dumps(found | {"peak": peak, "probe": probe, "load": ladder.load_s}))
+        print(json.dumps(found | {"peak": peak, "probe": probe, "load": load_s}))
         return 0
     print(f"{'batch':>6} {'context':>8} {'tokens/s':>9} {'of the floor':>13} {'GB/s then':>10}")
     for cell in cells:
@@ -219,7 +222,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{cell.batch:>6} {cell.context:>8} {cell.tokens_per_s:>9.1f} {share:>13} {speed:>10}")
     for tokens, rate in reading.items():
         print(f"prompt of {tokens}: {rate:.0f} tokens/s")
-    print(f"loaded in {ladder.load_s:.1f} s, {(peak - probe) / 2**30:.2f} GiB at most")
+    print(f"loaded in {load_s:.1f} s, {(peak - probe) / 2**30:.2f} GiB at most")
     return 0
 
 

@@ -3,6 +3,10 @@
 Measured are transformers, where it is installed, and llama.cpp, given the folder of its programs and a GGUF file. Every
 measurement is a process of its own, and the engines take turns, so that whatever else the machine does hits all of
 them. Medians count, and the ratios of this engine to each other one.
+
+They do not suffer alike from what else runs: llama.cpp's threads wait for each other in a loop, and where one of them
+has no processor it falls to a tenth. So a turn waits for a quiet machine (--patience), and the processors that others
+used meanwhile are a line of the table: with much more than zero there, the ratios mean nothing.
 """
 
 import argparse
@@ -21,6 +25,7 @@ from statistics import median
 from leyden.errors import ConfigError
 
 _STEPS = 24  # of decoding in one measurement, as in leyden.bench.ladder
+OTHERS = "others, processors"
 
 Figures = dict[str, float]  # what was measured -> tokens/s, seconds or bytes
 
@@ -31,7 +36,7 @@ def _ours(given: argparse.Namespace) -> Figures:
         command += [f"--{name}", str(getattr(given, name))]
     if given.quantization:
         command += ["--quantization", given.quantization]
-    said, peak, _ = _child(command)
+    said, peak, _ = _child([*command, "--since", str(time.time())])
     made = json.loads(said.splitlines()[-1])
     figures = {_decoding(cell["batch"], cell["context"]): cell["tokens_per_s"] for cell in made["decode"]}
     figures |= {_reading(tokens): rate for tokens, rate in made["prefill"].items()}
@@ -42,7 +47,7 @@ def _transformers(given: argparse.Namespace) -> Figures:
     command = [sys.executable, "-m", "leyden.bench.peers", given.model, "--measure-transformers"]
     for name in ("batches", "contexts", "prefill", "threads"):
         command += [f"--{name}", str(getattr(given, name))]
-    said, peak, _ = _child(command)
+    said, peak, _ = _child([*command, "--since", str(time.time())])
     figures: Figures = json.loads(said.splitlines()[-1])
     return figures | {"peak, GiB": peak / 2**30}
 
@@ -86,6 +91,42 @@ def _child(command: list[str]) -> tuple[str, int, float]:
         return out.read(), used.ru_maxrss * 1024, time.perf_counter() - started
 
 
+class Others:
+    """How many processors processes use that are neither this one nor its children, since the last time it was asked.
+
+    Of Linux's /proc/stat; 0 on other systems.
+    """
+
+    def __init__(self) -> None:
+        self._last = self._now()
+
+    def used(self) -> float:
+        (then, busy), (now, busier) = self._last, self._now()
+        self._last = now, busier
+        return max(0.0, busier - busy) / max(now - then, 1e-9)
+
+    def wait_for_quiet(self, seconds: float) -> None:
+        """Until others use less than a tenth of a processor for a second, or so many seconds have passed."""
+        end = time.monotonic() + seconds
+        self.used()
+        while time.monotonic() < end:
+            time.sleep(1)
+            if self.used() < 0.1:
+                return
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        """(seconds, seconds of processors that others have used)"""
+        own = sum(os.times()[:4])
+        try:
+            first = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0].split()
+        except OSError:
+            return time.monotonic(), 0.0
+        user, nice, system, _, _, irq, softirq, steal = map(int, first[1:9])
+        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), busy - own
+
+
 def _decoding(batch: int, context: int) -> str:
     return f"decode, {batch} x {context}"
 
@@ -100,7 +141,6 @@ def measure_transformers(given: argparse.Namespace) -> Figures:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(given.threads)
-    began = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16).eval()
     random = torch.Generator().manual_seed(0)
 
@@ -117,7 +157,7 @@ def measure_transformers(given: argparse.Namespace) -> Figures:
     figures: Figures = {}
     with torch.inference_mode():
         list(run(1, 16, 1))
-        figures["load, s"] = time.perf_counter() - began
+        figures["load, s"] = time.time() - given.since
         for context in [int(c) for c in given.contexts.split(",")]:
             for batch in [int(b) for b in given.batches.split(",")]:
                 figures[_decoding(batch, context)] = batch / median(list(run(batch, context, _STEPS))[1:])
@@ -139,9 +179,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--prefill", default="512,2048", help="tokens of prompts (default 512,2048)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every engine (default: all)")
     parser.add_argument("--repeats", type=int, default=3, help="turns of every engine (default 3)")
+    parser.add_argument(
+        "--patience", type=float, default=60, help="seconds that a turn waits for a quiet machine (default 60)"
+    )
     parser.add_argument("--chart", metavar="FILE", help="draw the figures into a .png or .svg")
     parser.add_argument("--json", metavar="FILE", help="keep every figure of every turn")
     parser.add_argument("--measure-transformers", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--since", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if given.measure_transformers:
         print(json.dumps(measure_transformers(given)))
@@ -154,10 +198,13 @@ def main(argv: Sequence[str]) -> int:
     if not given.no_transformers and importlib.util.find_spec("transformers"):
         engines["transformers"] = _transformers
     turns: dict[str, list[Figures]] = defaultdict(list)
+    others = Others()
     for turn in range(given.repeats):
         for name, measure in engines.items():
             print(f"turn {turn + 1} of {given.repeats}: {name}", file=sys.stderr)
-            turns[name].append(measure(given))
+            others.wait_for_quiet(given.patience)
+            made = measure(given)
+            turns[name].append(made | {OTHERS: others.used()})
     figures = {name: _medians(made) for name, made in turns.items()}
     print(table(figures))
     if given.json:
@@ -174,13 +221,14 @@ def _medians(turns: list[Figures]) -> Figures:
 def table(figures: dict[str, Figures]) -> str:
     """What was measured, one engine a column, and beside every other engine how many times of it the first one does."""
     (first, ours), *others = figures.items()
-    head = f"{'':<18}{first:>12}" + "".join(f"{name:>14}{'':>8}" for name, _ in others)
+    head = f"{'':<20}{first:>12}" + "".join(f"{name:>14}{'':>8}" for name, _ in others)
     lines = [head]
     for what, value in ours.items():
-        line = f"{what:<18}{value:>12.4g}"
+        line = f"{what:<20}{value:>12.4g}"
         for _, theirs in others:
             other = theirs.get(what)
-            line += f"{'':>22}" if other is None else f"{other:>14.4g}{f'x {value / other:.2f}':>8}"
+            ratio = f"x {value / other:.2f}" if other and what != OTHERS else ""
+            line += f"{'':>22}" if other is None else f"{other:>14.4g}{ratio:>8}"
         lines.append(line)
     return "\n".join(lines)
 

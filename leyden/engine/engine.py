@@ -137,7 +137,7 @@ class Engine:
                 narrow(model, config.quantization)
             checkpoint.dummy(model, config.seed)
         else:
-            checkpoint.load(model, folder, quantization=config.quantization)
+            checkpoint.load(model, folder, quantization=config.quantization, keep=True)
         if (
             device.type == "cpu"
             and sum(p.nbytes for p in model.parameters()) < _SHARED

@@ -16,6 +16,7 @@ Dtypes are not: BF16, F16 and F32 are converted to the parameter's own. Matrices
 hold them, each its own; what config.json says about that is compared.
 """
 
+import math
 import re
 import time
 import zlib
@@ -42,6 +43,7 @@ from leyden.formats.nvfp4 import NVFP4
 from leyden.formats.scheme import Scheme, describe, held_as
 from leyden.log import get
 from leyden.model.attention import Attention
+from leyden.model.image import LEAST, Image
 from leyden.model.nemotron import Nemotron
 from leyden.model.rounded import Rounded, narrow
 from leyden.model.stored import DTYPES, FLOATS, INDEX, Stored, named, opened, read, stored_tensors
@@ -82,11 +84,13 @@ def load(
     device: torch.device | str = "cpu",
     progress: bool = True,
     quantization: str | None = None,
+    keep: bool = False,
 ) -> None:
     """Fill every parameter of `model` from the files of `folder`; `device` is where a model built on meta goes.
 
     Shards are read side by side, each tensor straight into its parameter. With `progress`, a bar of bytes on stderr.
     With `quantization`, one of rounded.QUANTIZATIONS, matrices that the files hold dense are quantised on their way.
+    With `keep`, a CPU maps what an earlier call kept (leyden.model.image), or keeps it for the next one.
     Raises CheckpointError that lists what is missing, unexpected, of another shape or of a dtype that does not fit.
     """
     started = time.monotonic()
@@ -95,6 +99,11 @@ def load(
     changed = narrow(model, quantization) if quantization else {}
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
+    image = Image(model, [stored.file for stored in plan.values()], quantization or "")
+    keep = keep and image.bytes >= LEAST and next(model.parameters()).device.type == "cpu"
+    if keep and image.map():
+        log.info("mapped %.2f GiB of weights in %.1f s", image.bytes / 2**30, time.monotonic() - started)
+        return
     ops.prepare(model.parameters())
     targets: dict[str, Tensor | Rounded] = {**_addresses(model)}
     for name, weight in changed.items():
@@ -103,18 +112,25 @@ def load(
             targets |= {f"{one}.weight": Rounded.of(weight, i) for i, one in enumerate(each(name, weight))}
     total = fill(targets, plan, progress)
     log.info("loaded %.2f GiB of weights in %.1f s", total / 2**30, time.monotonic() - started)
+    if keep:
+        image.write()
 
 
 def fill(targets: Mapping[str, Tensor | Rounded], files: Mapping[str, Stored], progress: bool = True) -> int:
-    """Read `files` into the `targets` of the same names; returns the bytes. Files are read side by side."""
-    groups = [list(group) for _, group in groupby(files.items(), key=lambda entry: entry[1].file)]
+    """Read `files` into the `targets` of the same names; returns the bytes. Files, and parts of one, are read side by
+    side, by threads that compute alone: teams of them would wait for each other."""
+    by_file = [list(group) for _, group in groupby(files.items(), key=lambda entry: entry[1].file)]
+    parts = math.ceil(_READERS / max(1, len(by_file)))
+    groups = [entries[i::parts] for entries in by_file for i in range(min(parts, len(entries)))]
     total = sum(stored.bytes for stored in files.values())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar,
         ThreadPoolExecutor(_READERS) as readers,
     ):
 
-        def read_all(group: list[tuple[str, Stored]]) -> None:
+        def read_all(group: Sequence[tuple[str, Stored]]) -> None:
             with opened(group[0][1].file) as file:
                 for name, stored in group:
                     target = targets[name]
@@ -126,7 +142,10 @@ def fill(targets: Mapping[str, Tensor | Rounded], files: Mapping[str, Stored], p
                         _check_scales(stored, target)
                     bar.update(stored.bytes)
 
-        list(readers.map(read_all, groups))
+        try:
+            list(readers.map(read_all, groups))
+        finally:
+            torch.set_num_threads(threads)
     return total
 
 

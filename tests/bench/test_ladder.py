@@ -1,4 +1,5 @@
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,21 @@ def test_peers_side_by_side(tmp_path: Path) -> None:
     assert "x 1.50" in lines[1] and "x 0.80" in lines[2] and lines[3].split() == ["load,", "s", "2"]
     peers.draw(figures, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([(10.0, 3.0), (12.0, 6.0), (13.0, 6.0), (14.0, 6.5), (15.0, 6.55)])
+    monkeypatch.setattr(peers.Others, "_now", staticmethod(lambda: next(readings)))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    others = peers.Others()
+    assert others.used() == 1.5
+    others.wait_for_quiet(60)  # half a processor, then a twentieth
+    assert next(readings, None) is None
+
+
+def test_the_readings_of_what_others_use() -> None:
+    (then, busy), (now, busier) = peers.Others._now(), peers.Others._now()
+    assert then <= now and abs(busier - busy) < 1
 
 
 def test_llama_needs_its_weights(tmp_path: Path) -> None:

@@ -219,18 +219,18 @@ INLINE vec rounded(vec x, int type) {
 
 /* In the order of `sums`: within each 128 bits first, then what is two of these apart. */
 INLINE float sum(vec x) {
-    union {
-        vec all;
-        float lane[LANES / 4][4];
-    } u = {x};
-    float quarter[LANES / 4];
-    for (int i = 0; i < LANES / 4; i++) quarter[i] = (u.lane[i][0] + u.lane[i][2]) + (u.lane[i][1] + u.lane[i][3]);
 #if WIDTH == 64
-    return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
+    x += (vec)_mm512_permute_ps(x, 0x4e);
+    x += (vec)_mm512_permute_ps(x, 0xb1);
+    x += (vec)_mm512_shuffle_f32x4(x, x, 0x4e);
+    x += (vec)_mm512_shuffle_f32x4(x, x, 0xb1);
+    return x[0];
 #elif WIDTH == 32
-    return quarter[0] + quarter[1];
+    x += (vec)_mm256_permute_ps(x, 0x4e);
+    x += (vec)_mm256_permute_ps(x, 0xb1);
+    return x[0] + x[4];
 #else
-    return quarter[0];
+    return (x[0] + x[2]) + (x[1] + x[3]);
 #endif
 }
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from leyden.ops.cpu.norm import gated_norm
-from leyden.ops.cpu.program import Kernel, empty, has_rows, run, types
+from leyden.ops.cpu.program import Kernel, apart, empty, has_rows, run, types
 from leyden.ops.reference import mamba as reference
 from leyden.ops.rows import Rows
 
@@ -124,8 +124,10 @@ def mamba_verify(
     conv_form = (channels, conv_weight.shape[1], stride, type, types[conv_state.dtype], 1, None, 0)
     form = (heads, dim, groups, n, channels, stride, channels, channels, type, types[ssm_state.dtype])
     run(
-        _RING(inputs, ring, *places, channels + heads, stride, ring.shape[1], type, types[ring.dtype]),
-        _CONV(inputs, conv_weight, conv_bias, conv_state, mixed, *places, *conv_form),
+        *apart(
+            _RING(inputs, ring, *places, channels + heads, stride, ring.shape[1], type, types[ring.dtype]),
+            _CONV(inputs, conv_weight, conv_bias, conv_state, mixed, *places, *conv_form),
+        ),
         _VERIFY(x, dt, B, C, A_log, D, dt_bias, ssm_state, y, *places, *form, *dt_limit, None, 0),
         work=4 * y.numel() * n,
     )

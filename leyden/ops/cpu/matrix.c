@@ -117,9 +117,14 @@ INLINE vec codes_at(const char *codes, int64_t c, int64_t count, const int kind)
     return nibbles(codes + c / 2, count, kind == E2M1 ? E2M1_VALUES : INT4_VALUES);
 }
 
+/* Rows follow each other in memory, but a row is short and two may be read side by side: what a processor foresees by
+itself is less than what memory delivers. So kernels ask for what they will read so many bytes from now. */
+enum { AHEAD = 4096 };
+
 INLINE void unpack_as(const Matrix *m, int64_t row, void *out, const int kind, const int type) {
-    const char *codes = m->codes + row * row_bytes(m);
-    const int64_t columns = m->columns;
+    const int64_t columns = m->columns, bytes = row_bytes(m);
+    const char *codes = m->codes + row * bytes;
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(codes + AHEAD + at, 0, 2);
     if (kind == Q8_0 || kind == Q4_0) {
         for (int64_t c = 0; c < columns; c += LANES) {
             const char *block = codes + c / Q_RUN * (kind == Q8_0 ? 34 : 18);
@@ -165,8 +170,9 @@ void unpack(const Matrix *m, int64_t row, void *out, int type) {
 const int64_t has_dots = 1;
 
 /* The machine multiplies unsigned by signed bytes, four at a time, into 32 bits. Codes are made unsigned by an offset;
-q = 256 high + low, both signed. Below the products, in place of zero, stand minus offset times the sum of the q they
-belong to. Codes of 4 bits come in chunks of 64 bytes, even columns in the low halves: q is kept in that order. */
+q = 256 high + low, both signed. What the offset adds goes again: minus offset times the sum of the q that it met stands
+below the products in place of zero; for bytes, where many products have one scale, it follows the q of the row, group by
+group. Codes of 4 bits come in chunks of 64 bytes, even columns in the low halves: q is kept in that order. */
 typedef struct {
     __m512i high[2], low[2]; /* even columns, odd columns */
     __m512i less;
@@ -177,8 +183,10 @@ typedef struct {
 } Bytes;
 
 typedef struct {
-    __m512i high, low, less;
+    __m512i high, low;
 } Octets; /* 64 columns as they are */
+
+enum { SUMS = 64 }; /* bytes for each 64 columns: room for what follows the q of a row, and LANES - 1 more */
 
 /* 64 columns, the first 8 of each 16, then the others: in this order codes become BF16. */
 typedef struct {
@@ -194,10 +202,12 @@ typedef struct {
 
 enum { NIBBLES = 128, OCTETS = 64, FLOATS = 64 }; /* columns that are taken together */
 
-/* Rows follow each other in memory, but a row is short and two may be read side by side: what a processor foresees by
-itself is less than what memory delivers. */
-enum { AHEAD = 4096 };
-#define ASK(at) _mm_prefetch((at) + AHEAD, _MM_HINT_T0)
+/* R rows ask for what follows them, in the order of the addresses: at byte `at` of a row, the r-th asks R * at + 64 r
+beyond `ahead`. */
+INLINE const char *ahead_of(const char *codes, const int R, int64_t bytes) {
+    return codes + (R * bytes > AHEAD ? R * bytes : AHEAD);
+}
+#define ASK(at) _mm_prefetch(ahead + R * (at) + 64 * r, _MM_HINT_T0)
 
 static int32_t offset_of(int64_t kind) { return kind == E2M1 ? 12 : kind == Q8_0 || kind == INT8 ? 128 : 8; }
 
@@ -206,7 +216,7 @@ int64_t ready_bytes(const Matrix *m) {
         case E4M3: return sizeof(Head) + (m->columns + FLOATS - 1) / FLOATS * sizeof(Floats);
         case Q8_0:
         case Q4_0: return sizeof(Head) + m->columns / Q_RUN * sizeof(Bytes);
-        case INT8: return sizeof(Head) + (m->columns + OCTETS - 1) / OCTETS * sizeof(Octets);
+        case INT8: return sizeof(Head) + (m->columns + OCTETS - 1) / OCTETS * (sizeof(Octets) + SUMS);
         case E2M1:
         case INT4: return sizeof(Head) + (m->columns + NIBBLES - 1) / NIBBLES * sizeof(Nibbles);
         default: return 0;
@@ -222,6 +232,11 @@ INLINE void apart(__m512i bytes[2]) {
     bytes[1] = _mm512_inserti64x4(_mm512_castsi256_si512(odd[0]), odd[1], 1);
 }
 
+/* Behind the q of a row for bytes: what goes again, [groups]. */
+INLINE float *sums_of(const Matrix *m, const Head *head) {
+    return (float *)((char *)(head + 1) + (m->columns + OCTETS - 1) / OCTETS * sizeof(Octets));
+}
+
 static void to_fixed(const Matrix *m, const void *x, int type, Head *head) {
     const int64_t columns = m->columns;
     vec most = {};
@@ -233,10 +248,15 @@ static void to_fixed(const Matrix *m, const void *x, int type, Head *head) {
     for (int lane = 0; lane < LANES; lane++) largest = most[lane] > largest ? most[lane] : largest;
     head->step = largest / 32512; /* high and low fit in signed bytes */
     const float scale = largest > 0 ? 32512 / largest : 0;
-    const __m512i offset = _mm512_set1_epi32(-offset_of(m->kind)), ones = _mm512_set1_epi8(1);
+    const int32_t offset = offset_of(m->kind);
+    const __m512i none = _mm512_setzero_si512(), ones = _mm512_set1_epi8(1);
+    const int runs = m->kind == Q8_0 || m->kind == Q4_0, whole = m->kind == INT8;
+    const int64_t wide = m->scales ? m->wide : columns;
     Nibbles *nibbles = (Nibbles *)(head + 1);
     Octets *octets = (Octets *)(head + 1);
     Bytes *bytes = (Bytes *)(head + 1);
+    float *sums = sums_of(m, head);
+    int64_t sum = 0;
     for (int64_t start = 0; start < columns; start += NIBBLES) {
         __m512i high[2], low[2], less[2]; /* in the order of the columns */
         for (int64_t i = 0; i < NIBBLES; i += LANES) {
@@ -245,27 +265,36 @@ static void to_fixed(const Matrix *m, const void *x, int type, Head *head) {
             const __m512i above = _mm512_srai_epi32(_mm512_sub_epi32(q, below), 8);
             _mm_storeu_si128((__m128i *)((char *)low + i), _mm512_cvtepi32_epi8(below));
             _mm_storeu_si128((__m128i *)((char *)high + i), _mm512_cvtepi32_epi8(above));
+            if (whole && start + i < columns) {
+                const int64_t end = start + i + LANES;
+                sum -= _mm512_reduce_add_epi32(q);
+                if (end % wide == 0 || end >= columns) {
+                    *sums++ = (float)(sum * offset);
+                    sum = 0;
+                }
+            }
         }
-        const int runs = m->kind == Q8_0 || m->kind == Q4_0, whole = m->kind == INT8;
-        if (!runs && !whole) {
+        if (whole) {
+            for (int i = 0; i < 2 && start + i * OCTETS < columns; i++) {
+                const Octets made = {high[i], low[i]};
+                memcpy(octets++, &made, sizeof made);
+            }
+            continue;
+        }
+        if (!runs) {
             apart(high);
             apart(low);
         }
-        for (int i = 0; i < 2; i++) { /* minus offset times sums of q */
-            const __m512i none = _mm512_setzero_si512();
+        for (int i = 0; i < 2; i++) {
             const __m512i upper = _mm512_slli_epi32(_mm512_dpbusd_epi32(none, ones, high[i]), 8);
-            less[i] = _mm512_mullo_epi32(_mm512_add_epi32(_mm512_dpbusd_epi32(none, ones, low[i]), upper), offset);
+            const __m512i all = _mm512_add_epi32(_mm512_dpbusd_epi32(none, ones, low[i]), upper);
+            less[i] = _mm512_mullo_epi32(all, _mm512_set1_epi32(-offset));
         }
         if (runs) {
             for (int64_t i = 0; i < NIBBLES && start + i < columns; i += Q_RUN, bytes++) {
                 memcpy(&bytes->high, (char *)high + i, Q_RUN);
                 memcpy(&bytes->low, (char *)low + i, Q_RUN);
                 memcpy(&bytes->less, (char *)less + i, Q_RUN);
-            }
-        } else if (whole) {
-            for (int i = 0; i < 2 && start + i * OCTETS < columns; i++) {
-                const Octets made = {high[i], low[i], less[i]};
-                memcpy(octets++, &made, sizeof made);
             }
         } else {
             const Nibbles made = {{high[0], high[1]}, {low[0], low[1]}, _mm512_add_epi32(less[0], less[1])};
@@ -305,6 +334,36 @@ INLINE __m512i lanes_of(const Matrix *m, int64_t taken, int64_t columns) {
     return _mm512_srlv_epi32(lane, _mm512_set1_epi32(__builtin_ctzll((uint64_t)(wide / columns))));
 }
 
+/* out[t * stride + r] = the sum of acc[r][t], times `by`, times the step of x[t] if it is fixed point. */
+INLINE void hand_out(vec acc[MOST_ROWS][MOST_TOKENS], const void *const *x, float by, int fixed, float *out,
+                     int64_t stride, const int R, const int T) {
+    float flat[LANES];
+    if (R * T > 2) {
+        vec all[LANES] = {};
+        for (int r = 0; r < R; r++)
+            for (int t = 0; t < T; t++) all[r * T + t] = acc[r][t];
+        store_all(sums(all), flat, F32);
+    } else {
+        for (int i = 0; i < R * T; i++) flat[i] = sum(acc[i / T][i % T]);
+    }
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++)
+            out[t * stride + r] = flat[r * T + t] * (fixed ? ((const Head *)x[t])->step * by : by);
+}
+
+/* Takes away what the offset of bytes added. */
+INLINE void settle(const Matrix *m, vec acc[MOST_ROWS][MOST_TOKENS], float scales[MOST_ROWS][MOST_SCALES + LANES],
+                   const void *const *x, const int R, const int T) {
+    const int64_t groups = m->scales ? scales_of_a_row(m) : 1;
+    for (int t = 0; t < T; t++) {
+        const float *sums = sums_of(m, x[t]);
+        for (int64_t i = 0; i < groups; i += LANES) {
+            const vec less = load(sums, i, groups, F32);
+            for (int r = 0; r < R; r++) acc[r][t] += load_all(scales[r] + i, F32) * less;
+        }
+    }
+}
+
 /* Doubled 4-bit floats, plus the offset. */
 static const uint8_t E2M1_CODES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
@@ -316,6 +375,7 @@ INLINE void dots_of_nibbles(const Matrix *m, int64_t row, const void *const *x, 
         scales_at(m, row + r, scales[r]);
         codes[r] = m->codes + (row + r) * (m->columns / 2);
     }
+    const char *ahead = ahead_of(codes[0], R, m->columns / 2);
     const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)E2M1_CODES));
     const __m512i nibble = _mm512_set1_epi8(15), zero = _mm512_setzero_si512();
     const __m512i index = lanes_of(m, NIBBLES, 8); /* a lane: four even and four odd columns */
@@ -331,7 +391,7 @@ INLINE void dots_of_nibbles(const Matrix *m, int64_t row, const void *const *x, 
         vec by[MOST_ROWS];
         for (int r = 0; r < R; r++) {
             const __m512i bytes = _mm512_maskz_loadu_epi8(mask, codes[r] + start / 2);
-            ASK(codes[r] + start / 2);
+            ASK(start / 2);
             even[r] = _mm512_and_si512(bytes, nibble);
             odd[r] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
             if (kind == E2M1) {
@@ -352,9 +412,7 @@ INLINE void dots_of_nibbles(const Matrix *m, int64_t row, const void *const *x, 
             }
         }
     }
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++)
-            out[t * stride + r] = sum(acc[r][t]) * ((const Head *)x[t])->step * (kind == E2M1 ? 0.5f : 1.0f);
+    hand_out(acc, x, kind == E2M1 ? 0.5f : 1.0f, 1, out, stride, R, T);
 }
 
 INLINE void dots_of_runs(const Matrix *m, int64_t row, const void *const *x, float *out, int64_t stride, const int R,
@@ -362,6 +420,7 @@ INLINE void dots_of_runs(const Matrix *m, int64_t row, const void *const *x, flo
     const int64_t size = kind == Q8_0 ? 34 : 18;
     const char *codes[MOST_ROWS];
     for (int r = 0; r < R; r++) codes[r] = m->codes + (row + r) * row_bytes(m);
+    const char *ahead = ahead_of(codes[0], R, row_bytes(m));
     const __m256i sign = _mm256_set1_epi8((char)0x80), zero = _mm256_setzero_si256();
     __m256 acc[MOST_ROWS][MOST_TOKENS];
     for (int r = 0; r < R; r++)
@@ -371,7 +430,7 @@ INLINE void dots_of_runs(const Matrix *m, int64_t row, const void *const *x, flo
         __m256 by[MOST_ROWS];
         for (int r = 0; r < R; r++) {
             const char *block = codes[r] + i * size;
-            if (i % 2 == 0 || kind == Q8_0) ASK(block);
+            if (i % 2 == 0 || kind == Q8_0) ASK(i * size);
             if (kind == Q8_0) {
                 unsigned_codes[r] = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(block + 2)), sign);
             } else {
@@ -392,11 +451,13 @@ INLINE void dots_of_runs(const Matrix *m, int64_t row, const void *const *x, flo
             }
         }
     }
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++)
-            out[t * stride + r] = sum(_mm512_zextps256_ps512(acc[r][t])) * ((const Head *)x[t])->step;
+    vec wide[MOST_ROWS][MOST_TOKENS];
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) wide[r][t] = _mm512_zextps256_ps512(acc[r][t]);
+    hand_out(wide, x, 1.0f, 1, out, stride, R, T);
 }
 
+/* Groups of columns narrower than 64: each 64 have several scales. */
 INLINE void dots_of_octets(const Matrix *m, int64_t row, const void *const *x, float *out, int64_t stride, const int R,
                            const int T) {
     float scales[MOST_ROWS][MOST_SCALES + LANES];
@@ -405,42 +466,90 @@ INLINE void dots_of_octets(const Matrix *m, int64_t row, const void *const *x, f
         scales_at(m, row + r, scales[r]);
         codes[r] = m->codes + (row + r) * m->columns;
     }
+    const char *ahead = ahead_of(codes[0], R, m->columns);
     const __m512i sign = _mm512_set1_epi8((char)0x80), zero = _mm512_setzero_si512();
     const __m512i index = lanes_of(m, OCTETS, 4);
-    const int64_t columns = m->columns, wide = m->scales ? m->wide : columns;
+    const int64_t columns = m->columns, next = OCTETS / m->wide;
     vec acc[MOST_ROWS][MOST_TOKENS];
     for (int r = 0; r < R; r++)
         for (int t = 0; t < T; t++) acc[r][t] = (vec){};
-    for (int64_t start = 0; start < columns; start += OCTETS) {
+    for (int64_t start = 0, scale = 0; start < columns; start += OCTETS, scale += next) {
         const __mmask64 mask = _bzhi_u64(~0ull, columns - start < OCTETS ? columns - start : OCTETS);
-        const int64_t scale = wide >= columns ? 0 : wide >= OCTETS ? start / wide : start / OCTETS * (OCTETS / wide);
         __m512i unsigned_codes[MOST_ROWS];
         vec by[MOST_ROWS];
         for (int r = 0; r < R; r++) {
             unsigned_codes[r] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, codes[r] + start), sign);
-            ASK(codes[r] + start);
+            ASK(start);
             by[r] = _mm512_permutexvar_ps(index, _mm512_loadu_ps(scales[r] + scale));
         }
         for (int t = 0; t < T; t++) {
             const Octets *q = (const Octets *)((const Head *)x[t] + 1) + start / OCTETS;
             const __m512i high = _mm512_loadu_si512(&q->high), low = _mm512_loadu_si512(&q->low);
-            const __m512i less = _mm512_loadu_si512(&q->less);
             for (int r = 0; r < R; r++) {
                 const __m512i above = _mm512_dpbusd_epi32(zero, unsigned_codes[r], high);
-                const __m512i all = _mm512_add_epi32(_mm512_dpbusd_epi32(less, unsigned_codes[r], low),
+                const __m512i all = _mm512_add_epi32(_mm512_dpbusd_epi32(zero, unsigned_codes[r], low),
                                                      _mm512_slli_epi32(above, 8));
                 acc[r][t] += by[r] * (vec)_mm512_cvtepi32_ps(all);
             }
         }
     }
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++) out[t * stride + r] = sum(acc[r][t]) * ((const Head *)x[t])->step;
+    settle(m, acc, scales, x, R, T);
+    hand_out(acc, x, 1.0f, 1, out, stride, R, T);
+}
+
+/* Groups of 64 columns or more: sums stay whole numbers until the scale changes, or until 32 bits may not hold them. */
+INLINE void dots_of_long_octets(const Matrix *m, int64_t row, const void *const *x, float *out, int64_t stride,
+                                const int R, const int T) {
+    enum { MOST = 2048 }; /* columns: 255 * 127 * 2^8 for each of the four times 32 in a lane */
+    float scales[MOST_ROWS][MOST_SCALES + LANES];
+    const char *codes[MOST_ROWS];
+    for (int r = 0; r < R; r++) {
+        scales_at(m, row + r, scales[r]);
+        codes[r] = m->codes + (row + r) * m->columns;
+    }
+    const char *ahead = ahead_of(codes[0], R, m->columns);
+    const __m512i sign = _mm512_set1_epi8((char)0x80), zero = _mm512_setzero_si512();
+    const int64_t columns = m->columns, wide = m->scales && m->wide < columns ? m->wide : columns;
+    vec acc[MOST_ROWS][MOST_TOKENS];
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) acc[r][t] = (vec){};
+    for (int64_t group = 0, scale = 0; group < columns; group += wide, scale++)
+        for (int64_t first = group; first < group + wide; first += MOST) {
+            const int64_t last = first + MOST < group + wide ? first + MOST : group + wide;
+            __m512i above[MOST_ROWS][MOST_TOKENS], below[MOST_ROWS][MOST_TOKENS];
+            for (int r = 0; r < R; r++)
+                for (int t = 0; t < T; t++) above[r][t] = below[r][t] = zero;
+            for (int64_t start = first; start < last; start += OCTETS) {
+                const __mmask64 mask = _bzhi_u64(~0ull, last - start < OCTETS ? last - start : OCTETS);
+                __m512i unsigned_codes[MOST_ROWS];
+                for (int r = 0; r < R; r++) {
+                    unsigned_codes[r] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, codes[r] + start), sign);
+                    ASK(start);
+                }
+                for (int t = 0; t < T; t++) {
+                    const Octets *q = (const Octets *)((const Head *)x[t] + 1) + start / OCTETS;
+                    const __m512i high = _mm512_loadu_si512(&q->high), low = _mm512_loadu_si512(&q->low);
+                    for (int r = 0; r < R; r++) {
+                        above[r][t] = _mm512_dpbusd_epi32(above[r][t], unsigned_codes[r], high);
+                        below[r][t] = _mm512_dpbusd_epi32(below[r][t], unsigned_codes[r], low);
+                    }
+                }
+            }
+            for (int r = 0; r < R; r++)
+                for (int t = 0; t < T; t++) {
+                    const __m512i all = _mm512_add_epi32(below[r][t], _mm512_slli_epi32(above[r][t], 8));
+                    acc[r][t] += scales[r][scale] * (vec)_mm512_cvtepi32_ps(all);
+                }
+        }
+    settle(m, acc, scales, x, R, T);
+    hand_out(acc, x, 1.0f, 1, out, stride, R, T);
 }
 
 INLINE void dots_of_floats(const Matrix *m, int64_t row, const void *const *x, float *out, int64_t stride, const int R,
                            const int T) {
     float scales[MOST_ROWS][MOST_SCALES + LANES];
     for (int r = 0; r < R; r++) scales_at(m, row + r, scales[r]);
+    const char *ahead = ahead_of(m->codes + row * m->columns, R, m->columns);
     const Head *head = x[0];
     const __m512i low[2] = {_mm512_loadu_si512(head->table[0]), _mm512_loadu_si512(head->table[0] + 64)};
     const __m512i high[2] = {_mm512_loadu_si512(head->table[1]), _mm512_loadu_si512(head->table[1] + 64)};
@@ -456,7 +565,7 @@ INLINE void dots_of_floats(const Matrix *m, int64_t row, const void *const *x, f
         vec by[MOST_ROWS];
         for (int r = 0; r < R; r++) {
             const __m512i bytes = _mm512_maskz_loadu_epi8(mask, m->codes + (row + r) * columns + start);
-            ASK(m->codes + (row + r) * columns + start);
+            ASK(start);
             const __m512i below = _mm512_permutex2var_epi8(low[0], bytes, low[1]);
             __m512i above = _mm512_permutex2var_epi8(high[0], bytes, high[1]); /* the sign does not select */
             above = _mm512_ternarylogic_epi64(above, bytes, sign, 0xf8);       /* above | (bytes & sign) */
@@ -474,8 +583,7 @@ INLINE void dots_of_floats(const Matrix *m, int64_t row, const void *const *x, f
             }
         }
     }
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++) out[t * stride + r] = sum(acc[r][t]);
+    hand_out(acc, x, 1.0f, 0, out, stride, R, T);
 }
 
 INLINE void dots_as(const Matrix *m, int64_t row, const void *const *x, float *out, int64_t stride, const int R,
@@ -486,7 +594,12 @@ INLINE void dots_as(const Matrix *m, int64_t row, const void *const *x, float *o
         case Q4_0: dots_of_runs(m, row, x, out, stride, R, T, Q4_0); break;
         case E2M1: dots_of_nibbles(m, row, x, out, stride, R, T, E2M1); break;
         case INT4: dots_of_nibbles(m, row, x, out, stride, R, T, INT4); break;
-        case INT8: dots_of_octets(m, row, x, out, stride, R, T); break;
+        case INT8:
+            if (m->scales && m->wide < OCTETS && m->wide < m->columns)
+                dots_of_octets(m, row, x, out, stride, R, T);
+            else
+                dots_of_long_octets(m, row, x, out, stride, R, T);
+            break;
     }
 }
 

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from leyden.formats import Weight
-from leyden.ops.cpu.linear import product, two_products
+from leyden.ops.cpu.linear import product
 from leyden.ops.cpu.matrix import MATRIX, Matrix, fits, matrix, operand, plain
-from leyden.ops.cpu.program import Kernel, Step, empty, has_rows, run, types
+from leyden.ops.cpu.program import Kernel, Step, apart, empty, has_rows, run, types
 from leyden.ops.reference import moe as reference
 
 _CHOOSE = Kernel("choose", "tttttiiiiiid")
@@ -42,8 +42,8 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight) -
     first, second = matrix(up), matrix(down)
     if first is None or second is None or not fits(x, first, second):
         return reference.experts(x, ids, weights, up, down)
-    steps, out = _experts(x, ids, weights, first, second)
-    run(*steps, work=ids.numel() * first.rows * first.columns)
+    before, (up_step, prepared, down_step), out = _experts(x, ids, weights, first, second)
+    run(*before, up_step, *prepared, down_step, work=ids.numel() * first.rows * first.columns)
     return out
 
 
@@ -53,13 +53,26 @@ def moe(
     first, second, third, fourth = (matrix(w) for w in (up, down, shared_up, shared_down))
     if not first or not second or not third or not fourth or not fits(x, first, second, third, fourth):
         return reference.moe(x, ids, weights, up, down, shared_up, shared_down)
-    steps, out = _experts(x, ids, weights, first, second)
-    run(*steps, *two_products(x, third, fourth, out, add=out), work=ids.numel() * first.rows * first.columns)
+    before, (up_step, prepared, down_step), out = _experts(x, ids, weights, first, second)
+    hidden = empty(len(x), third.rows, dtype=fourth.dot_type)
+    *prepare, shared_up_step = product(x, third, hidden, square=True)
+    *prepare_hidden, shared_down_step = product(hidden, fourth, out, add=out)
+    # A thread has the same rows of `out` in both products, so it adds to what it wrote itself.
+    run(
+        *prepare,
+        *before,
+        *apart(up_step, shared_up_step),
+        *(apart(*prepared, *prepare_hidden) if prepared or prepare_hidden else []),
+        *apart(down_step, shared_down_step),
+        work=ids.numel() * first.rows * first.columns,
+    )
     return out
 
 
-def _experts(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix) -> tuple[list[Step], Tensor]:
-    """(the steps of the routed experts, their result)"""
+def _experts(
+    x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix
+) -> tuple[list[Step], tuple[Step, list[Step], Step], Tensor]:
+    """(steps before, the routed experts themselves: up, between, down; their result)"""
     tokens, k = ids.shape
     pairs, count = tokens * k, up.members
     order, borders = empty(pairs, dtype=torch.int64), empty(count + 1, dtype=torch.int64)
@@ -69,18 +82,13 @@ def _experts(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix) 
     prepare, ready = up.ready(x) if tokens <= _SPREAD else ([], None)
     prepare_hidden, ready_hidden = down.ready(hidden) if tokens <= _SPREAD else ([], None)
     counts = (tokens, count, k)
-    steps = [
-        *widen,
-        *prepare,
-        _GROUP(ids.contiguous(), order, borders, pairs, count),
-        _UP(
-            order, borders, wide, ready, None, None, hidden, up.panels(),
-            *up.fields, *counts, wide.stride(0), types[hidden.dtype],
-        ),
-        *prepare_hidden,
-        _DOWN(
-            order, borders, hidden, ready_hidden, weights, sums, out, down.panels(),
-            *down.fields, *counts, hidden.stride(0), types[x.dtype],
-        ),
-    ]  # fmt: skip
-    return steps, out
+    group = _GROUP(ids.contiguous(), order, borders, pairs, count)
+    up_step = _UP(
+        order, borders, wide, ready, None, None, hidden, up.panels(),
+        *up.fields, *counts, wide.stride(0), types[hidden.dtype],
+    )  # fmt: skip
+    down_step = _DOWN(
+        order, borders, hidden, ready_hidden, weights, sums, out, down.panels(),
+        *down.fields, *counts, hidden.stride(0), types[x.dtype],
+    )  # fmt: skip
+    return apart(*widen, *prepare, group), (up_step, prepare_hidden, down_step), out

@@ -17,8 +17,10 @@ machine multiplies pairs of them, else F32. */
 /* Takes the products of token `m` with rows n, n + 1, ... of the matrix: `count` sums. */
 typedef void Finish(const void *context, int64_t m, int64_t n, const float *sums, int64_t count);
 
-/* Rows of the matrix that are unpacked together, if they are codes. */
-enum { PANEL = 24 };
+enum {
+    PANEL = 24,      /* rows of the matrix that are unpacked together, if they are codes */
+    MOST_READY = 8,  /* tokens that meet codes as they are; more of them are cheaper with codes unpacked once */
+};
 
 /* Rows x[0 .. count) of DOT(type) times rows [from, to) of m; each sum goes to `finish` once.
 

@@ -74,6 +74,16 @@ class Kernel:
         return Step(self._pack(*self._head, *words), arguments)
 
 
+def apart(*steps: Step) -> list[Step]:
+    """The same steps, but no thread waits for the others between them: none reads what another thread writes."""
+    *some, last = steps
+    hurried = []
+    for words, arguments in some:
+        address, size = struct.unpack_from("Qq", words)
+        hurried.append(Step(struct.pack("Qq", address, -abs(size)) + words[16:], arguments))
+    return [*hurried, last]
+
+
 def run(*steps: Step, work: float = _SMALL) -> None:
     """Run the steps; with `work`, the number of their multiplications, below a limit, on this thread alone."""
     words = [step.words for step in steps]

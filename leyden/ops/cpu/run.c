@@ -1,7 +1,8 @@
 /* Programs, and the team of threads that runs them.
 
 A program is a run of 8-byte words. Each step is the kernel's address, the size of its arguments in words, and the
-arguments. All threads run the same step, each its share, and meet before the next one.
+arguments. All threads run the same step, each its share, and meet before the next one, unless the size is negative:
+the next step then needs nothing from this one but what the same thread did.
 
 The team is not OpenMP's: that one's threads keep a processor busy while they wait, for a whole time slice if another
 program needs it, and a step is much shorter. Here who waits gives way after a moment, and sleeps after a while. */
@@ -17,8 +18,8 @@ program needs it, and a step is much shorter. Here who waits gives way after a m
 typedef void Kernel(const void *arguments, int thread, int threads);
 
 enum {
-    SPINS = 2000,   /* looks before the processor is offered to others: some 20 us */
-    YIELDS = 2000,  /* such offers before a thread without work sleeps: some ms */
+    SPINS = 64,     /* looks before the processor is offered to others: some us; its taker may be one of the team */
+    YIELDS = 8000,  /* such offers before a thread without work sleeps: some ms */
     MOST_THREADS = 256,
 };
 
@@ -64,9 +65,10 @@ static void meet(int threads) {
 
 static void run(const uint64_t *word, const uint64_t *end, int thread, int threads) {
     while (word < end) {
+        const int64_t size = (int64_t)word[1];
         ((Kernel *)(uintptr_t)word[0])(word + 2, thread, threads);
-        word += 2 + word[1];
-        if (threads > 1 && word < end) meet(threads);
+        word += 2 + (size < 0 ? -size : size);
+        if (threads > 1 && size >= 0 && word < end) meet(threads);
     }
 }
 

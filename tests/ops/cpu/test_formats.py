@@ -67,7 +67,7 @@ def test_linear_in_fp32(name: str, shape: tuple[int, int], count: int) -> None:
     agree(ops.linear, among_nan(draw(count, shape[1], seed=1)), weight(FORMATS[name], *shape, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 20])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 20])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_linear_in_bf16(name: str, shape: tuple[int, int], count: int) -> None:
@@ -76,7 +76,7 @@ def test_linear_in_bf16(name: str, shape: tuple[int, int], count: int) -> None:
     expected = x.float() @ exact.T
     # Products are wrong by parts of themselves, which add up like noise: 2^-9 where weights are rounded to BF16, 2^-16
     # of the largest x where codes are taken as they are. The sum is rounded once.
-    ready = matrix(made).ready(x)[1] is not None and count <= 4
+    ready = matrix(made).ready(x)[1] is not None and count <= 8
     noise = (x.float().square() @ exact.square().T).sqrt()
     error = (ops.linear(x, made).float() - expected).abs()
     assert (error <= expected.abs() * 2**-8 + noise * (2**-12 if ready else 2**-7)).all()

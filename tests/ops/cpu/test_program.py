@@ -4,6 +4,7 @@ from torch import Tensor
 
 from leyden import ops
 from leyden.ops.cpu.program import Arena, NotRecordable, Program, available
+from leyden.ops.rows import Rows
 from tests.batches import weight
 
 pytestmark = pytest.mark.skipif(not available, reason="the kernels need a C compiler")
@@ -70,3 +71,34 @@ def test_views_can_be_recorded() -> None:
     x = torch.randn(3, 48)
     taken = lambda: ops.rms_norm(x.view(6, 24)[2:].unflatten(0, (2, 2)).flatten(0, 1), NORM, 1e-5)  # noqa: E731
     assert torch.equal(Program(taken, Arena())(), taken())
+
+
+def test_steps_that_check_guesses_can_be_recorded() -> None:
+    """Verify and replay of 1 to 3 tokens a row; slots, past and counts are read when the program runs."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    heads, groups, dim, n, lens = 4, 2, 8, 16, (3, 1, 2)
+    inner, channels = heads * dim, heads * dim + 2 * groups * n
+    recurrence = (draw(channels, 4), draw(channels), draw(heads), draw(heads), draw(heads), (0.0, float("inf")))
+    slots, past, counts = (torch.zeros(3, dtype=torch.int32) for _ in range(3))
+    starts = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
+    projected, norm = draw(sum(lens), inner + channels + heads), draw(inner)
+    states = draw(5, 3, channels), draw(5, heads, dim, n), torch.zeros(5, 4, channels + heads)
+
+    def step(states: tuple[Tensor, ...]) -> Tensor:
+        rows = Rows(lens, starts, past, slots, None)
+        out = ops.mamba_verify(projected, *recurrence, norm, groups, 1e-5, *states, rows)
+        ops.mamba_replay(*recurrence, groups, *states, slots, past, counts)
+        return out
+
+    kept = tuple(state.clone() for state in states)
+    program = Program(lambda: step(kept), Arena())
+    for state, same in zip(kept, states, strict=True):
+        assert torch.equal(state, same), "recording does nothing"
+    for taken in ([3, 1, 2], [0, 1, 1]):
+        slots.copy_(torch.tensor([4, 1, 2]))
+        past.copy_(torch.tensor([5, 0, 9]))
+        counts.copy_(torch.tensor(taken))
+        projected.copy_(draw(*projected.shape))
+        assert torch.equal(program(), step(states))
+        assert all(torch.equal(one, other) for one, other in zip(kept, states, strict=True))
