@@ -341,6 +341,8 @@ class EngineStats:
     drafts: int = 0  # rows that had drafts to verify
     drafted_tokens: int = 0  # those drafts
     accepted_tokens: list[int] = field(default_factory=list)  # by their position in the draft
+    hits: dict[str, int] = field(default_factory=dict)  # prompts by where their beginning was: none, device, host
+    recorded_steps: int = 0  # of the steps, those that ran from a recording (a graph, a program)
     failed_drafts: int = 0  # steps for which the drafter failed, so that the next one had no drafts
     draft_seconds: float = 0.0  # on the host, launches and failures included
     verify_seconds: float = 0.0  # the same of the target's part of steps with drafts

@@ -96,6 +96,7 @@ def test_32_streams_at_once_finish_right(served):
                     assert text == (message.reasoning or "") + (message.content or "")
 
     asyncio.run(all_of_them())
+    assert engine.stats().hits["device"] >= 2  # those that were asked again
     settled(engine)
 
 
@@ -120,6 +121,8 @@ def test_D29b_20_requests_share_two_slots(folder):
 
     with server(folder, max_num_seqs=2) as (engine, url):
         answers, running = asyncio.run(all_of_them(url))
+        assert engine.stats().hits == {"none": 20}  # what they share is too short to be kept
+        assert 0 < engine.stats().recorded_steps <= engine.stats().steps
         assert len(answers) == 20 and all(answer.usage.completion_tokens for answer in answers)
         assert max(running) == 2
         settled(engine)

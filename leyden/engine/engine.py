@@ -271,6 +271,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         stats = self.scheduler.stats()
+        stats.recorded_steps = self.runner.recorded_steps
         if self.runner.drafting is not None:
             stats.failed_drafts, stats.draft_seconds = self.runner.drafting.failures, self.runner.drafting.seconds
             stats.verify_seconds = self.runner.verify_seconds

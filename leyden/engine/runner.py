@@ -42,6 +42,7 @@ class Runner:
         self.store = store
         self.sampler = sampler
         self.drafting = Drafting(drafters, model, pool, sampler, coupled) if drafters else None
+        self.recorded_steps = 0
         self.verify_seconds = 0.0  # of steps with drafts, on the host
         self.graphs = graphs(model, pool, sampler, capture_sizes)
         self.draft_graphs = DraftGraphs(model, pool, sampler, self.drafting) if self.drafting else None
@@ -58,6 +59,7 @@ class Runner:
             output.drawn = self._recorded(rows, allowed)
         elif (done := self.draft_graphs.run(plan, allowed)) is not None:
             output.drawn, output.drafts = done
+        self.recorded_steps += output.drawn is not None
         if output.drawn is None:
             batch = build(rows, self.pool, self.sampler.last, self.sampler.drafts)
             hidden, taps = self.model(batch.tokens, batch.context, self.drafting.taps if self.drafting else ())

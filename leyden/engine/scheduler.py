@@ -344,6 +344,8 @@ class Scheduler:
             sequence.queued = time.monotonic() - request.arrival
         if len(sequence.tokens) == sequence.prompt_len:
             sequence.cached = hit.length
+            kind = "none" if not hit.length else "host" if hit.far_slot else "device"
+            self._stats.hits[kind] = self._stats.hits.get(kind, 0) + 1
         plan.admits.append(
             Admit(
                 slot=slot,

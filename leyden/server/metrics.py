@@ -236,7 +236,9 @@ class EngineNumbers(Collector):
         yield self._gauge("leyden:snapshots", "states kept for later prompts", stats.snapshots)
         yield self._gauge("leyden:pages_total", "pages", stats.pages_total)
         yield self._gauge("leyden:pages_cached", "pages kept for later prompts", stats.pages_cached)
+        yield self._counters("leyden:cache_hits", "prompts by where their beginning was", "kind", stats.hits)
         yield self._counter("leyden:engine_steps", "steps of the engine", stats.steps)
+        yield self._counter("leyden:recorded_steps", "of these, from a recording", stats.recorded_steps)
 
     def _gauge(self, name: str, about: str, value: float) -> Metric:
         return self._gauges(name, about, None, {"": value})
