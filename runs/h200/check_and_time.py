@@ -291,16 +291,16 @@ def check() -> None:
             wanted = ops.attention(q.float(), other.float().clone(), batch)
         verdict(f"kv_write {past} {some}", float((cache != other).float().mean()), 0)
         verdict(f"attention {past} {some}", error(got, wanted), 8e-3)
-        small, exact = (torch.zeros_like(cache, dtype=torch.float8_e4m3fn) for _ in range(2))
-        small.copy_(cache)
-        exact.copy_(cache)
-        ops.kv_write(k, v, small, batch, 0.01, 0.02)
-        got = ops.attention(q, small, batch, 0.01, 0.02)
+        tight, tight_too = (torch.zeros_like(cache, dtype=torch.float8_e4m3fn) for _ in range(2))
+        tight.copy_(cache)
+        tight_too.copy_(cache)
+        ops.kv_write(k, v, tight, batch, 0.01, 0.02)
+        got = ops.attention(q, tight, batch, 0.01, 0.02)
         with ops.using("reference"):
-            ops.kv_write(k, v, exact, batch, 0.01, 0.02)
-            wanted = ops.attention(q.float(), small, batch, 0.01, 0.02)
+            ops.kv_write(k, v, tight_too, batch, 0.01, 0.02)
+            wanted = ops.attention(q.float(), tight, batch, 0.01, 0.02)
         verdict("  in 8 bits", error(got, wanted), 8e-3)
-        verdict("  kv_write in 8 bits", float((small.float() != exact.float()).float().mean()), 0)
+        verdict("  kv_write in 8 bits", float((tight.float() != tight_too.float()).float().mean()), 0)
 
     for scale in (1.0, 6.0):
         for heat, choices, p, least in (

@@ -78,10 +78,10 @@ def compiled(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: 
     print(f"{name} registers {registers:3d}  stack {stack:3d}  shared {made.metadata.shared:6d}", flush=True)
 
 
-def under(label: str, call: Callable[[], object]) -> None:
+def under(label: str, call: Callable[..., object], *arguments: Any, **options: Any) -> None:
     global LABEL
     LABEL = label
-    call()
+    call(*arguments, **options)
 
 
 def empty(*shape: int, dtype: torch.dtype = BF) -> Tensor:
@@ -104,41 +104,34 @@ def mamba() -> None:
     decays = (*(empty(64, dtype=F32) for _ in range(3)), (0.0, float("inf")))
     taps, tail = (empty(6144, 4), empty(6144)), (empty(4096), 8, 1e-5)
     for count in (1, 8, 64):
+        ring, numbers = empty(count + 1, 4, 6208), torch.zeros(count, dtype=torch.int32)
+        layer = *taps, *decays
         for dtype in (F32, F16):
             states = empty(count + 1, 3, 6144), empty(count + 1, 64, 64, 128, dtype=dtype)
-            one, few = rows([1] * count), rows([4] * count)
-            under(f"step {count}", lambda n=count, s=states, r=one: ssm.mamba_step(
-                empty(n, 10304), *taps, *decays, *tail, *s, r, True))  # fmt: skip
-            ring, numbers = empty(count + 1, 4, 6208), torch.zeros(count, dtype=torch.int32)
-            under(f"verify {count}", lambda n=count, s=states, r=few, g=ring: ssm.mamba_verify(
-                empty(4 * n, 10304), *taps, *decays, *tail, *s, g, r))  # fmt: skip
-            under(f"replay {count}", lambda s=states, g=ring, i=numbers: ssm.mamba_replay(
-                *taps, *decays, 8, *s, g, i, i, i, True))  # fmt: skip
+            one, few = (empty(count, 10304), rows([1] * count)), (empty(4 * count, 10304), rows([4] * count))
+            under(f"step {count}", ssm.mamba_step, one[0], *layer, *tail, *states, one[1], True)
+            under(f"verify {count}", ssm.mamba_verify, few[0], *layer, *tail, *states, ring, few[1])
+            under(f"replay {count}", ssm.mamba_replay, *layer, 8, *states, ring, numbers, numbers, numbers, True)
     for lens in ([700], [300, 300]):
         tokens, batch = sum(lens), rows(lens)
         projected, state = empty(tokens, 10304), empty(3, 64, 64, 128, dtype=F32)
-        under(f"conv {lens}", lambda p=projected, r=batch: conv.causal_conv(
-            p[:, 4096:10240], *taps, empty(3, 3, 6144), r))  # fmt: skip
+        under(f"conv {lens}", conv.causal_conv, projected[:, 4096:10240], *taps, empty(3, 3, 6144), batch)
         x, B, C = empty(tokens, 6144).split([4096, 1024, 1024], -1)
         x, B, C = x.unflatten(1, (64, 64)), B.unflatten(1, (8, 128)), C.unflatten(1, (8, 128))
-        under(f"scan {lens}", lambda x=x, B=B, C=C, p=projected, s=state, r=batch: scan.ssd_scan(
-            x, p[:, -64:], B, C, *decays, 128, s, r))  # fmt: skip
+        under(f"scan {lens}", scan.ssd_scan, x, projected[:, -64:], B, C, *decays, 128, state, batch)
 
 
 def attend() -> None:
     for dtype in (BF, E4M3):
         cache = empty(2, 200, 16, 2, 128, dtype=dtype)
         for lens in ([1], [1] * 64, [4], [8] * 4, [700]):
-            batch, tokens = rows(lens), sum(lens)
-            under(f"attention {lens[0]} x {len(lens)}", lambda c=cache, r=batch, n=tokens: (
-                attention.kv_write(empty(n, 2, 128), empty(n, 2, 128), c, r, 0.5, 0.5),
-                attention.attention(empty(n, 32, 128), c, r, 0.5, 0.5),
-            ))  # fmt: skip
+            batch, tokens, label = rows(lens), sum(lens), f"attention {lens[0]} x {len(lens)}"
+            k = empty(tokens, 2, 128)
+            under(label, attention.kv_write, k, k, cache, batch, 0.5, 0.5)
+            under(label, attention.attention, empty(tokens, 32, 128), cache, batch, 0.5, 0.5)
+    q, k, cache = empty(32, 32, 128), empty(32, 8, 128), empty(2, 200, 16, 8, 128)
     for sinks in (None, empty(32, dtype=F32)):
-        under("blocks", lambda s=sinks: attention.block_attention(
-            empty(32, 32, 128), empty(32, 8, 128), empty(32, 8, 128), empty(2, 200, 16, 8, 128), rows([16, 16]),
-            False, None, s,
-        ))  # fmt: skip
+        under("blocks", attention.block_attention, q, k, k, cache, rows([16, 16]), False, None, sinks)
 
 
 def products() -> None:
@@ -146,31 +139,33 @@ def products() -> None:
         for size, k in ((10304, 2688), (2688, 4096), (256, 2688), (131072, 2688)):
             x, plain, eight, four = empty(count, k), *(weight(size, k, format=f) for f in (None, FP8(), NVFP4()))
             if count <= linear.NARROW_ROWS:
-                under(f"{count} x {size}", lambda x=x, w=plain: linear.linear(x, w))
-            under(f"{count} x {size} fp8", lambda x=x, w=eight: linear.linear_fp8(x, w))
-            under(f"{count} x {size} nvfp4", lambda x=x, w=four: nvfp4.linear_nvfp4(x, w, F32))
+                under(f"{count} x {size}", linear.linear, x, plain)
+            under(f"{count} x {size} fp8", linear.linear_fp8, x, eight)
+            under(f"{count} x {size} nvfp4", nvfp4.linear_nvfp4, x, four, F32)
+    gate = empty(128, 2688, dtype=F32), empty(128, dtype=F32)
+    shapes = (128, 1856, 2688), (128, 2688, 1856), (3712, 2688), (2688, 3712)
+    dense, packed = ([weight(*shape, format=form) for shape in shapes] for form in (None, NVFP4()))
     for count in (1, 2, 8, 16, 64, 256, 600, 3000):
-        ids, scores = empty(count, 6, dtype=torch.int64), empty(count, 6, dtype=F32)
-        shapes = (128, 1856, 2688), (128, 2688, 1856), (3712, 2688), (2688, 3712)
-        if count <= 512:
-            under(f"route {count}", lambda n=count: moe.route(
-                empty(n, 2688), empty(128, 2688, dtype=F32), empty(128, dtype=F32), 6, 1, 1, True, 2.5))  # fmt: skip
-        dense, four = ([weight(*shape, format=form) for shape in shapes] for form in (None, NVFP4()))
-        run = moe.moe if count <= moe.DENSE_ROWS else lambda x, i, w, up, down, *_: moe.experts(x, i, w, up, down)
-        under(f"experts {count}", lambda n=count, i=ids, w=scores, m=dense, f=run: f(empty(n, 2688), i, w, *m))
+        x, ids, scores = empty(count, 2688), empty(count, 6, dtype=torch.int64), empty(count, 6, dtype=F32)
+        if count <= moe.ROUTE_ROWS:
+            under(f"route {count}", moe.route, x, *gate, 6, 1, 1, True, 2.5)
+        if count <= moe.DENSE_ROWS:
+            under(f"experts {count}", moe.moe, x, ids, scores, *dense)
+        else:
+            under(f"experts {count}", moe.experts, x, ids, scores, *dense[:2])
         if count <= 256:
-            under(f"experts {count} nvfp4", lambda n=count, i=ids, w=scores, m=four: nvfp4.experts_nvfp4(
-                empty(n, 2688), i, w, *m[:2]))  # fmt: skip
-    under("decoded nvfp4", lambda: nvfp4.decoded(weight(128, 1856, 2688, format=NVFP4())))
+            under(f"experts {count} nvfp4", nvfp4.experts_nvfp4, x, ids, scores, *packed[:2])
+    under("decoded nvfp4", nvfp4.decoded, packed[0])
 
 
 def rest() -> None:
     for count in (1, 8, 64, 256):
-        under(f"norms {count}", lambda n=count: norm.add_rms_norm(empty(n, 2688), empty(n, 2688), empty(2688), 1e-5))
+        x, logits = empty(count, 2688), empty(count, 131072, dtype=F32)
+        under(f"norms {count}", norm.add_rms_norm, x, x, empty(2688), 1e-5)
         floats, ints = empty(count, 6, dtype=F32), empty(count, 2, dtype=torch.int64)
-        logits, (k, seeds) = empty(count, 131072, dtype=F32), (ints[:, 0], ints[:, 1])
+        k, seeds = ints[:, 0], ints[:, 1]
         columns = floats[:, 0], k, floats[:, 1], floats[:, 2], seeds, seeds.contiguous()
-        under(f"sample {count}", lambda x=logits, c=columns: sample.sample(x, *c))
+        under(f"sample {count}", sample.sample, logits, *columns)
 
 
 if __name__ == "__main__":
