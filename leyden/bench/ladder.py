@@ -2,7 +2,7 @@
 
 The floor of a decode step is what it must read, weights and states, at the speed at which memory delivers just then:
 that is probed around every measurement, for on shared machines it moves by a factor. Without a model, random weights in
-the proportions of a release are measured (leyden.bench.middling), about 1.6 billion of them.
+the proportions of a release are measured (leyden.bench.middling), about 1.6 billion of them, or all 30 billion.
 """
 
 import argparse
@@ -12,9 +12,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -26,9 +27,12 @@ from leyden.engine.engine import Engine
 from leyden.errors import ConfigError
 from leyden.model.nemotron import Nemotron
 from leyden.ops.cpu import program
+from leyden.ops.cpu.probe import Probe
 from leyden.types import Request, SamplingParams
 
-_STEPS = 24  # of decoding in one measurement
+# Steps of decoding in one measurement, and before it: on CUDA the first ones capture graphs.
+_STEPS = {"cpu": 24, "cuda": 100}
+_WARM = {"cpu": 0, "cuda": 20}
 
 
 @dataclass(slots=True)
@@ -58,20 +62,57 @@ def floor_bytes(model: Nemotron, engine: Engine, batch: int, context: int) -> fl
     return read + batch * (states + keys)
 
 
+class DeviceProbe:
+    """How fast a GPU reads its memory."""
+
+    def __init__(self, megabytes: int = 2048):
+        self._memory = torch.ones(megabytes << 18, device="cuda")
+
+    @property
+    def bytes(self) -> int:
+        return self._memory.nbytes
+
+    def bandwidth(self, times: int = 5) -> float:
+        """Bytes read per second, the best of some readings."""
+        best = 0.0
+        for _ in range(times):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            self._memory.sum()
+            end.record()
+            end.synchronize()
+            best = max(best, self._memory.nbytes / (begin.elapsed_time(end) * 1e-3))
+        return best
+
+
 class Ladder:
     """An engine and the sequences that it is measured with."""
 
-    def __init__(self, folder: Path, quantization: str | None, load_format: str, batches: list[int], most: int):
+    def __init__(
+        self,
+        folder: Path,
+        quantization: str | None,
+        load_format: str,
+        batches: list[int],
+        most: int,
+        device: str = "cpu",
+        params: SamplingParams | None = None,
+        **settings: Any,
+    ):
+        """`settings` are further fields of EngineConfig."""
         started = time.monotonic()
+        self._steps, self._warm = _STEPS[device], _WARM[device]
+        self._params = params or SamplingParams(temperature=0)
         self.engine = Engine.load(
             EngineConfig(
                 model=str(folder),
                 load_format=load_format,
                 quantization=quantization,
                 max_num_seqs=max(batches),
-                max_model_len=most + _STEPS + 16,
-                kv_cache_memory_bytes=4 * 2**30,
-                device="cpu",
+                max_model_len=most + self._steps + self._warm + 16,
+                kv_cache_memory_bytes=4 * 2**30 if device == "cpu" else None,
+                device=device,
+                **settings,
             )
         )
         self.model = self.engine.runner.model
@@ -79,10 +120,10 @@ class Ladder:
         self._random = torch.Generator().manual_seed(0)
         self.generate(1, 16)
         self.load_s = time.monotonic() - started
-        self.probe = None
-        if program.available and not ops.forced():
-            from leyden.ops.cpu.probe import Probe
-
+        self.probe: DeviceProbe | Probe | None = None
+        if device == "cuda":
+            self.probe = DeviceProbe()
+        elif program.available and not ops.forced():
             self.probe = Probe()
 
     def generate(self, batch: int, context: int, steps: int = 1) -> tuple[float, list[float]]:
@@ -91,12 +132,15 @@ class Ladder:
         prompts = torch.randint(0, vocabulary, (batch, context), generator=self._random).tolist()
         for prompt in prompts:
             self._count += 1
-            params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
+            most = steps + self._warm + 8
+            params = replace(self._params, max_tokens=most, ignore_eos=True, seed=self._count)
             self.engine.submit(Request(id=str(self._count), prompt=prompt, params=params))
         waiting, started = {str(self._count - i) for i in range(batch)}, time.perf_counter()
         while waiting:
             waiting -= {delta.request_id for delta in self.engine.step() if delta.token_ids}
         first, seconds = time.perf_counter() - started, []
+        for _ in range(self._warm if steps > 1 else 0):
+            self.engine.step()
         for _ in range(steps if steps > 1 else 0):
             began = time.perf_counter()
             self.engine.step()
@@ -110,7 +154,7 @@ class Ladder:
         floor = floor_bytes(self.model, self.engine, batch, context)
         for _ in range(repeats):
             before = self.probe.bandwidth() if self.probe else None
-            _, seconds = self.generate(batch, context, _STEPS)
+            _, seconds = self.generate(batch, context, self._steps)
             step = median(seconds)
             rates.append(batch / step)
             if self.probe and before:
@@ -129,7 +173,10 @@ def main(argv: Sequence[str]) -> int:
     """`leyden bench ladder`: print the grid."""
     parser = argparse.ArgumentParser("leyden bench ladder", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("model", nargs="?", help="folder of a checkpoint (default: random weights, 1.6 billion)")
-    parser.add_argument("--device", default="cpu", choices=["cpu"], help="where to measure")
+    parser.add_argument("--release", action="store_true", help="random weights of a release's size, 30 billion")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to measure")
+    parser.add_argument("--sample", action="store_true", help="draw with temperature 1 and top_p 0.95")
+    parser.add_argument("--mamba-ssm-cache-dtype", default="auto", help="float32, float16 or bfloat16")
     parser.add_argument("--quantization", help="int8, int4, nvfp4 or fp8: quantise while loading")
     parser.add_argument("--batches", default="1,8", help="sequences side by side (default 1,8)")
     parser.add_argument("--contexts", default="128,2048", help="tokens before the measurement (default 128,2048)")
@@ -143,13 +190,24 @@ def main(argv: Sequence[str]) -> int:
     if given.threads:
         torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as made, ops.using("reference") if given.reference else nullcontext():
-        folder = resolve(given.model) if given.model else middling.describe(Path(made))
-        load_format = "auto" if given.model else "dummy"
-        ladder = Ladder(folder, given.quantization, load_format, batches, max(contexts + prefill))
+        sizes = middling.RELEASE if given.release else {}
+        folder = resolve(given.model) if given.model else middling.describe(Path(made), **sizes)
+        ladder = Ladder(
+            folder,
+            given.quantization,
+            "auto" if given.model else "dummy",
+            batches,
+            max(contexts + prefill),
+            given.device,
+            SamplingParams(temperature=1.0, top_p=0.95) if given.sample else None,
+            mamba_ssm_cache_dtype=given.mamba_ssm_cache_dtype,
+        )
         cells = [ladder.decode(batch, context, given.repeats) for context in contexts for batch in batches]
         reading = {tokens: ladder.prefill(tokens, given.repeats) for tokens in prefill}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     probe = ladder.probe.bytes if ladder.probe else 0
+    if given.device == "cuda":
+        peak = torch.cuda.max_memory_allocated()
     if given.json:
         found = {"decode": [asdict(cell) for cell in cells], "prefill": reading}
         print(json.dumps(found | {"peak": peak, "probe": probe, "load": ladder.load_s}))

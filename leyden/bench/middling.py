@@ -37,6 +37,18 @@ CONFIG: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
+# What is different in the releases of 30 billion parameters, 3.2 billion of them active.
+RELEASE: dict[str, Any] = {
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_attention_heads": 32,
+    "mamba_num_heads": 64,
+    "n_groups": 8,
+    "n_routed_experts": 128,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+}
+
 
 def describe(folder: Path, **overrides: Any) -> Path:
     """Write config.json alone: what a start with dummy weights needs."""

@@ -41,7 +41,7 @@ class PoolShape:
     conv_dtype: torch.dtype
     ssm_dtype: torch.dtype
     draft: DraftShape = NO_DRAFTER
-    rounds: int = 0  # of Philox, with which decode steps round an fp16 state at random; 0: to nearest
+    dither: bool = False  # decode steps round an fp16 state at random, not to nearest
 
     @property
     def pages_per_slot(self) -> int:

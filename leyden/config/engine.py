@@ -6,6 +6,16 @@ from typing import Any
 from leyden.config.speculative import SpeculativeConfig
 from leyden.errors import ConfigError
 
+# Numbers in between are filled up with rows of the padding slot, which all choose the same experts.
+CAPTURE_SIZES = (
+    *range(1, 9),
+    *range(10, 17, 2),
+    *range(20, 33, 4),
+    *range(40, 65, 8),
+    *range(80, 257, 16),
+    *range(288, 513, 32),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -36,7 +46,6 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
     enable_mamba_cache_stochastic_rounding: bool = False  # of fp16 states, where decode steps store them
-    mamba_cache_philox_rounds: int = 0  # of the random numbers for that; 0: 10
     enable_prefix_caching: bool | None = None
     kv_offloading_size: float | None = None  # GiB of host memory for what leaves the device's cache
     cache_dir: str | None = None  # folder in which the cache outlives the process
@@ -45,6 +54,9 @@ class EngineConfig:
     hf_overrides: dict[str, Any] = field(default_factory=dict)  # laid over config.json
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] = field(default_factory=dict)
+    cudagraph_capture_sizes: tuple[int, ...] = ()  # rows of a CUDA graph; none: CAPTURE_SIZES
+    max_cudagraph_capture_size: int | None = None
+    enforce_eager: bool = False  # no CUDA graphs
     speculative_config: dict[str, Any] = field(default_factory=dict)  # empty: no drafts; keys: SpeculativeConfig
 
     def __post_init__(self) -> None:
@@ -64,14 +76,17 @@ class EngineConfig:
             raise ConfigError(
                 f"--enable-mamba-cache-stochastic-rounding needs --mamba-ssm-cache-dtype float16: {found}"
             )
-        if self.mamba_cache_philox_rounds < 0:
-            raise ConfigError(f"--mamba-cache-philox-rounds must be at least 0: {self.mamba_cache_philox_rounds}")
+        if any(not isinstance(size, int) or size < 1 for size in self.cudagraph_capture_sizes):
+            found = list(self.cudagraph_capture_sizes)
+            raise ConfigError(f"--cudagraph-capture-sizes: expected whole numbers from 1 on, got {found}")
         _ = self.speculative
 
     @property
-    def rounds(self) -> int:
-        """Of Philox, for states that are rounded at random; 0: they are rounded to nearest."""
-        return (self.mamba_cache_philox_rounds or 10) if self.enable_mamba_cache_stochastic_rounding else 0
+    def capture_sizes(self) -> tuple[int, ...]:
+        """Rows of the CUDA graphs, ascending. Steps of more rows are run op by op."""
+        sizes = () if self.enforce_eager else self.cudagraph_capture_sizes or CAPTURE_SIZES
+        most = self.max_cudagraph_capture_size
+        return tuple(sorted({size for size in sizes if most is None or size <= most}))
 
     @property
     def speculative(self) -> SpeculativeConfig | None:

@@ -21,6 +21,7 @@ from leyden.errors import ConfigError
 
 SHORT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 ENVIRONMENT = {"hf_token": "HF_TOKEN", "download_dir": "HF_HUB_CACHE", "device_ids": "CUDA_VISIBLE_DEVICES"}
+GRAPHS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")  # what --compilation-config can say with effect
 RENAMED = {"sse_keep_alive_interval": "ping_interval"}
 
 
@@ -49,6 +50,7 @@ class Launch:
             if flag.dest in given and flag.treatment == "refuse" and not _accepted(flag, given[flag.dest]):
                 raise ConfigError(because(f"{shown(flag, given[flag.dest])} is not possible", flag.reason))
         values = _effective(flags, given)
+        values |= {key: value for key, value in (given.get("compilation_config") or {}).items() if key in GRAPHS}
         _check(values)
         drafting = _speculative(given)
         return cls(
@@ -68,6 +70,8 @@ class Launch:
             if flag.dest not in self.given:
                 continue
             value = self.given[flag.dest]
+            if flag.dest == "compilation_config" and device != "cpu":
+                value = {key: word for key, word in value.items() if key not in GRAPHS}
             if not _accepted(flag, value):
                 lines.append(because(f"{shown(flag, value)} has no effect", flag.reason))
             elif flag.cpu and device == "cpu" and value not in (flag.default, False):
@@ -89,7 +93,7 @@ def _model_first(argv: Sequence[str]) -> list[str]:
 
 def _accepted(flag: Flag, value: Any) -> bool:
     """Whether the flag does with this value what its name promises (or has nothing to do)."""
-    if value == flag.default or value in flag.accepts:
+    if value == flag.default or value in flag.accepts or value == {}:
         return True
     return flag.treatment == "effect" and not flag.accepts
 

@@ -16,15 +16,6 @@ from leyden.types import Row
 
 logger = log.get(__name__)
 
-# Rows of a graph. Numbers in between are filled up with rows of the padding slot, which all choose the same experts.
-_SIZES = (
-    *range(1, 9),
-    *range(10, 17, 2),
-    *range(20, 33, 4),
-    *range(40, 65, 8),
-    *range(80, 257, 16),
-    *range(288, 513, 32),
-)
 _PAGES = (64, 256, 1024, 4096, 16384, 65536)  # longest page tables of a graph
 
 
@@ -34,9 +25,11 @@ class CapturedGraphs(Graphs):
     A capture is preceded by a run on the padding slot, which compiles the kernels and moves no sequence's state.
     """
 
-    def __init__(self, model: Nemotron, pool: Pool, sampler: Sampler):
+    def __init__(self, model: Nemotron, pool: Pool, sampler: Sampler, sizes: tuple[int, ...]):
+        """`sizes`, ascending: rows of a graph; numbers in between are filled up with rows of the padding slot."""
         super().__init__(model, pool, sampler)
-        self._records = True
+        self._sizes = [size for size in sizes if size <= len(self._slots)]
+        self._records = bool(self._sizes)
         del self._pages  # these graphs read the pool's own tables
         self._captured: dict[tuple[str, int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
         self._memory = torch.cuda.graph_pool_handle()
@@ -44,8 +37,10 @@ class CapturedGraphs(Graphs):
 
     def load(self, rows: list[Row]) -> Tensor | None:
         """See Graphs.load."""
-        count, sizes = len(rows), [size for size in _SIZES if size <= len(self._slots)]
-        if ops.forced() or not 0 < count <= sizes[-1] or any(row.n != 1 or not row.sample for row in rows):
+        count, sizes = len(rows), self._sizes
+        if not self._records or ops.forced() or not 0 < count <= sizes[-1]:
+            return None
+        if any(row.n != 1 or not row.sample for row in rows):
             return None
         device = self._slots.device
         self._size = sizes[bisect_left(sizes, count)]
@@ -97,6 +92,7 @@ class CapturedGraphs(Graphs):
         return graph, out
 
 
-def graphs(model: Nemotron, pool: Pool, sampler: Sampler) -> Graphs:
+def graphs(model: Nemotron, pool: Pool, sampler: Sampler, sizes: tuple[int, ...]) -> Graphs:
     """The recordings for the pool's device."""
-    return (CapturedGraphs if pool.committed.device.type == "cuda" else Graphs)(model, pool, sampler)
+    on_cuda = pool.committed.device.type == "cuda"
+    return CapturedGraphs(model, pool, sampler, sizes) if on_cuda else Graphs(model, pool, sampler)

@@ -13,7 +13,7 @@ from leyden import log
 from leyden.cache import saved
 from leyden.cache.pool import NO_DRAFTER, Pool
 from leyden.cache.store import Store
-from leyden.config.engine import EngineConfig
+from leyden.config.engine import CAPTURE_SIZES, EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
 from leyden.config.speculative import SpeculativeConfig
@@ -62,13 +62,15 @@ class Engine:
         cache_save_interval: float = 0,
         drafters: Sequence[Drafter] = (),
         coupled: bool = False,
+        capture_sizes: tuple[int, ...] = CAPTURE_SIZES,
         rates: Sequence[float] = (),
         drafting: str = "",
         **limits: Any,
     ):
         """`tokenizer` is called when the first request with a grammar comes. `drafters` have room in the pool if
         `split` knows of them; `coupled`: their drafts are drawn with the noise of the tokens that they guess; `rates`:
-        so often are 1, 2, ... of them kept, whatever the target says; `drafting`: all that in words.
+        so often are 1, 2, ... of them kept, whatever the target says; `drafting`: all that in words. `capture_sizes`:
+        EngineConfig's, of the steps on CUDA.
 
         With `cache_dir` the cache is read from there now, and saved at close() and every `cache_save_interval` seconds.
         """
@@ -106,7 +108,7 @@ class Engine:
         sampler = Sampler(shape.slots, model.config.vocab_size, device, shape.draft.width)
         if rates:
             sampler.decree = Synthetic(rates, limits.get("seed", 0), device)
-        self.runner = Runner(model, pool, sampler, drafters, coupled, store)
+        self.runner = Runner(model, pool, sampler, drafters, coupled, store, capture_sizes)
         eos = self.config.eos_token_ids
         self.grammars = Grammars(Compiler(tokenizer, self.config.vocab_size, eos), self.config.vocab_size, eos)
         self._overlap, self._drafting = overlap, drafting
@@ -153,6 +155,7 @@ class Engine:
         engine = cls(
             model,
             split,
+            capture_sizes=config.capture_sizes,
             drafters=drafters,
             **(_speculation(drafting, drafters) if drafting else {}),
             tokenizer=lambda: Tokenizer.from_folder(texts),

@@ -84,9 +84,6 @@ def divide(
     given, the model's own limit is lowered to what fits instead.
     """
     kv_dtype = dtype_of(config.kv_cache_dtype, dtype, "--kv-cache-dtype", _CACHE_DTYPES)
-    if kv_dtype.itemsize == 1 and device == "cuda":  # the references that read it wait for the device, layer by layer
-        logger.warning("--kv-cache-dtype %s: no kernels on CUDA yet, so %s is used", config.kv_cache_dtype, dtype)
-        kv_dtype = dtype
     ssm_auto = dtype_of(model.mamba_ssm_cache_dtype, torch.float32, "mamba_ssm_cache_dtype")
     ssm_dtype = dtype_of(config.mamba_ssm_cache_dtype, ssm_auto, "--mamba-ssm-cache-dtype")
     page_bytes = Pool.page_bytes(model, config.block_size, kv_dtype, draft)
@@ -133,7 +130,7 @@ def divide(
         conv_dtype=dtype,
         ssm_dtype=ssm_dtype,
         draft=draft,
-        rounds=config.rounds,
+        dither=config.enable_mamba_cache_stochastic_rounding,
     )
     host_slots, host_pages = _tier(config, snapshots * slot_bytes, pages * page_bytes, slot_bytes, page_bytes)
     step = config.max_num_scheduled_tokens or config.max_num_batched_tokens

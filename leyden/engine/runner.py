@@ -9,6 +9,7 @@ from torch import Tensor
 
 from leyden.cache.pool import Pool
 from leyden.cache.store import Store
+from leyden.config.engine import CAPTURE_SIZES
 from leyden.engine.batch import build
 from leyden.engine.capture import graphs
 from leyden.engine.draft_graphs import DraftGraphs
@@ -32,6 +33,7 @@ class Runner:
         drafters: Sequence[Drafter] = (),
         coupled: bool = False,
         store: Store | None = None,
+        capture_sizes: tuple[int, ...] = CAPTURE_SIZES,
     ):
         """`coupled`: drafts are drawn with the noise of the tokens that they guess, not the most likely ones. `store`
         is the tier of host memory."""
@@ -42,7 +44,7 @@ class Runner:
         self.drafting = Drafting(drafters, model, pool, sampler, coupled) if drafters else None
         self.recorded_steps = 0
         self.verify_seconds = 0.0  # of steps with drafts, on the host
-        self.graphs = graphs(model, pool, sampler)
+        self.graphs = graphs(model, pool, sampler, capture_sizes)
         self.draft_graphs = DraftGraphs(model, pool, sampler, self.drafting) if self.drafting else None
 
     @torch.inference_mode()

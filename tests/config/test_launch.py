@@ -113,7 +113,8 @@ def test_one_line_for_each_flag_without_effect():
 
 
 def test_reasons_name_work_to_come():
-    assert notes("--enforce-eager") == ["--enforce-eager has no effect yet: no CUDA graphs are captured"]
+    (line,) = notes("--sleep-mode-offload-cudagraph")
+    assert line.startswith("--sleep-mode-offload-cudagraph has no effect yet: ")
     with pytest.raises(ConfigError, match="^--tensor-parallel-size 2 is not possible yet: one GPU$"):
         launch("-tp", "2")
 
@@ -129,9 +130,21 @@ def test_devices_differ():
     assert notes("--no-async-scheduling", "--gpu-memory-utilization", "0.92") == []
 
 
+def test_graphs_have_the_sizes_that_are_asked_for():
+    argv = ["serve", "model", "--compilation_config.cudagraph_capture_sizes", "[4, 1, 64]"]
+    config = Launch.from_argv(argv[1:]).engine
+    assert config.capture_sizes == (1, 4, 64)
+    assert notes(*argv[2:], device="cuda") == []
+    assert "has no effect" in notes(*argv[2:], device="cpu")[0]
+    assert Launch.from_argv(["model", "--max-cudagraph-capture-size", "3"]).engine.capture_sizes == (1, 2, 3)
+    assert Launch.from_argv(["model", "--enforce-eager"]).engine.capture_sizes == ()
+    with pytest.raises(ConfigError, match="from 1 on"):
+        Launch.from_argv(["model", "--cudagraph-capture-sizes", "0", "1"])
+
+
 def test_long_values_are_cut():
-    (line,) = notes("--compilation_config.cudagraph_capture_sizes", str(list(range(100))))
-    assert line.startswith('--compilation-config {"cudagraph_capture_sizes": [0, 1, ') and "... has no effect" in line
+    (line,) = notes("--compilation_config.cudagraph_capture_sizes", str(list(range(1, 100))))
+    assert line.startswith('--compilation-config {"cudagraph_capture_sizes": [1, 2, ') and "... has no effect" in line
 
 
 SAMPLE = {"int": "7", "size": "7", "float": "0.7", "object": '{"a": 1}', "json": '{"a": 1}', "pairs": "a=b"}

@@ -81,11 +81,11 @@ def mamba_step(
     conv_state: Tensor,
     ssm_state: Tensor,
     rows: Rows,
-    rounds: int = 0,
+    dither: bool = False,
 ) -> Tensor:
-    if rounds and ssm_state.dtype == torch.float16:
+    if dither and ssm_state.dtype == torch.float16:
         parameters = (conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, norm_weight, groups, eps)
-        return reference.mamba_step(projected, *parameters, conv_state, ssm_state, rows, rounds)
+        return reference.mamba_step(projected, *parameters, conv_state, ssm_state, rows, dither)
     heads, n, inner = len(A_log), ssm_state.shape[-1], len(norm_weight)
     z, xBC, dt = projected.split([inner, inner + 2 * groups * n, heads], dim=-1)
     x, B, C = causal_conv(xBC, conv_weight, conv_bias, conv_state, rows).split([inner, groups * n, groups * n], dim=-1)
@@ -146,13 +146,13 @@ def mamba_replay(
     slots: Tensor,
     past: Tensor,
     counts: Tensor,
-    rounds: int = 0,
+    dither: bool = False,
 ) -> None:
     parameters = (conv_weight, conv_bias, A_log, D, dt_bias)
-    at_random = rounds and ssm_state.dtype == torch.float16
+    at_random = dither and ssm_state.dtype == torch.float16
     if at_random or not _guesses_fit(ring[0], conv_weight, conv_bias, conv_state, ssm_state, ring):
         states = (conv_state, ssm_state, ring, slots, past, counts)
-        return reference.mamba_replay(*parameters, dt_limit, groups, *states, rounds)
+        return reference.mamba_replay(*parameters, dt_limit, groups, *states, dither)
     (_, heads, dim, n), (_, width, columns), rows = ssm_state.shape, ring.shape, len(slots)
     channels, type = columns - heads, types[ring.dtype]
     slots, past, counts = slots.to(torch.int32), past.to(torch.int32), counts.to(torch.int32)

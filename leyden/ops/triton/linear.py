@@ -1,7 +1,8 @@
 """Products with one matrix [N, K] for few rows: bound by reading the matrix once.
 
-One row runs on the CUDA cores (a matrix-vector product with the matrix in registers), up to 64 on the tensor cores with
-the matrix as the left operand, straight from shared memory. More rows are cuBLAS's.
+One row runs on the CUDA cores (a matrix-vector product with the matrix in registers), up to 16 on the tensor cores with
+the matrix as the left operand, straight from shared memory. More rows are cuBLAS's. A matrix in FP8 with one scale
+(formats/fp8.py) takes the same ways: its values are exact in the other operand's type, and the scale comes last.
 """
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 from leyden.formats import Weight
 from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
 
-NARROW_ROWS = 64  # up to here _narrow
+FP8_ROWS = 64  # up to here FP8 matrices are read as they are
+NARROW_ROWS = 16  # up to here _narrow; cuBLAS is faster from 32 on
 
 
 @triton.jit
@@ -28,7 +30,7 @@ def _embed(tokens, weight, out, H: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _vector(
-    x, weight, out, N,
+    x, weight, factor, out, N,
     K: tl.constexpr, SQUARE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out[n] = sum_k x[k] W[n, k]; with SQUARE relu(.)^2. The next tile of W is always on its way."""
@@ -46,6 +48,8 @@ def _vector(
         acc += value[None, :] * w.to(tl.float32)
         w = following
     total = tl.sum(acc, 1)
+    if factor is not None:
+        total *= tl.load(factor)
     if SQUARE:
         total = tl.maximum(total.to(out.dtype.element_ty).to(tl.float32), 0.0)
         total *= total
@@ -54,7 +58,7 @@ def _vector(
 
 @triton.jit
 def _narrow(
-    x, weight, out, partial, arrived, M, N, x_stride,
+    x, weight, factor, out, partial, arrived, M, N, x_stride,
     K: tl.constexpr, SQUARE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -75,6 +79,8 @@ def _narrow(
         inside = start + k < K
         w = tl.load(left + start, mask=in_n & inside[None, :], other=0.0)
         value = tl.load(right + start, mask=in_m & inside[:, None], other=0.0)
+        if factor is not None:
+            w = w.to(tl.float32).to(value.dtype)  # the direct conversion is the slow one
         acc = tl.dot(w, value, acc, input_precision="ieee")
     if SPLITS > 1:
         cell = n[:, None] * BLOCK_M + m[None, :]
@@ -84,13 +90,15 @@ def _narrow(
             acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
             for part in tl.static_range(SPLITS):
                 acc += tl.load(partial + part * N * BLOCK_M + cell, mask=every, other=0.0, cache_modifier=".cg")
-            _finish(acc, out, m, n, M, N, SQUARE)
+            _finish(acc, factor, out, m, n, M, N, SQUARE)
     else:
-        _finish(acc, out, m, n, M, N, SQUARE)
+        _finish(acc, factor, out, m, n, M, N, SQUARE)
 
 
 @triton.jit
-def _finish(acc, out, m, n, M, N, SQUARE: tl.constexpr):
+def _finish(acc, factor, out, m, n, M, N, SQUARE: tl.constexpr):
+    if factor is not None:
+        acc *= tl.load(factor)
     if SQUARE:
         acc = tl.maximum(acc.to(out.dtype.element_ty).to(tl.float32), 0.0)
         acc *= acc
@@ -110,15 +118,26 @@ def embed(tokens: Tensor, weight: Weight) -> Tensor:
 
 def linear(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """See ops.linear."""
-    return _product(x, weight.dense(), square=False, dtype=dtype or x.dtype)
+    return product(x, weight.dense(), square=False, dtype=dtype or x.dtype)
+
+
+def linear_fp8(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
+    """See ops.linear."""
+    rows, size = x.flatten(0, -2), weight.shape[0]
+    matrix, factor, dtype = weight.parts["weight"], weight.parts["weight_scale"], dtype or x.dtype
+    if not 0 < len(rows) <= FP8_ROWS or rows.stride(1) != 1:
+        return product(x, weight.dense(), False, dtype)
+    run = vector if len(rows) == 1 else narrow
+    return run(rows, matrix, False, dtype, factor=factor).view(*x.shape[:-1], size)
 
 
 def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
     """See ops.mlp."""
-    return _product(_product(x, up.dense(), True, x.dtype), down.dense(), False, x.dtype)
+    return product(product(x, up.dense(), True, x.dtype), down.dense(), False, x.dtype)
 
 
-def _product(x: Tensor, matrix: Tensor, square: bool, dtype: torch.dtype) -> Tensor:
+def product(x: Tensor, matrix: Tensor, square: bool, dtype: torch.dtype) -> Tensor:
+    """x [..., K] @ matrix [N, K]^T in `dtype`, then relu^2 if `square`."""
     rows = x.flatten(0, -2)
     count, size = len(rows), matrix.shape[0]
     if count == 0 or count > NARROW_ROWS or rows.stride(1) != 1 or not matrix.is_contiguous():
@@ -136,14 +155,16 @@ def vector(
     matrix: Tensor,
     square: bool = False,
     dtype: torch.dtype | None = None,
-    shape: tuple[int, int, int] = (4, 1024, 4),
+    shape: tuple[int, int, int] = (4, 2048, 8),
+    factor: Tensor | None = None,
 ) -> Tensor:
-    """x [1, K] @ matrix [N, K]^T, then relu^2 if `square`; shape: rows and columns of a tile, warps."""
+    """x [1, K] @ matrix [N, K]^T, times `factor` [], then relu^2 if `square`; shape: rows and columns of a tile, warps.
+    """
     size, k = matrix.shape
     block_n, block_k, warps = shape
     out = torch.empty(1, size, dtype=dtype or x.dtype, device=x.device)
     _vector[(triton.cdiv(size, block_n),)](
-        x, matrix, out, size, k, square, block_n, block_k, num_warps=warps, **OPTIONS
+        x, matrix, factor, out, size, k, square, block_n, block_k, num_warps=warps, **OPTIONS
     )
     return out
 
@@ -154,8 +175,10 @@ def narrow(
     square: bool = False,
     dtype: torch.dtype | None = None,
     shape: tuple[int, int, int, int, int] | None = None,
+    factor: Tensor | None = None,
 ) -> Tensor:
-    """x [M <= 64, K] @ matrix [N, K]^T, then relu^2 if `square`; shape: tile, splits, stages, warps."""
+    """x [M, K], M small, @ matrix [N, K]^T, times `factor` [], then relu^2 if `square`; shape: tile, splits, stages,
+    warps."""
     count, (size, k) = len(x), matrix.shape
     block_n, block_k, splits, stages, warps = shape or _narrow_shape(size, k)
     block_m = max(16, triton.next_power_of_2(count))
@@ -163,7 +186,7 @@ def narrow(
     out = torch.empty(count, size, dtype=dtype or x.dtype, device=x.device)
     partial = torch.empty(splits, size, block_m, dtype=torch.float32, device=x.device) if splits > 1 else out
     _narrow[(tiles, splits)](
-        x, matrix, out, partial, counters(x.device, tiles), count, size, x.stride(0),
+        x, matrix, factor, out, partial, counters(x.device, tiles), count, size, x.stride(0),
         k, square, splits, block_m, block_n, block_k, stages, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return out
@@ -173,4 +196,6 @@ def _narrow_shape(size: int, k: int) -> tuple[int, int, int, int, int]:
     """Enough programs for every multiprocessor to hold three, as far as K can be cut."""
     tiles = triton.cdiv(size, 64)
     splits = min(8, max(1, round(396 / tiles)), max(1, k // 256))
-    return 64, 64, splits, 4, 4
+    if splits == 1:
+        return 64, 128, 1, 4, 4
+    return (128 if splits == 8 and size >= 2048 else 64), 64, splits, 4, 4

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
 
-_TURNS = 4  # of _pick and _weigh; what is not done by then is done by one program, however long it takes
+# Turns of _pick and _weigh, for few rows and for many; what is not done by then is done by one program, however long it
+# takes. With top_p 0.95 that is one row in 8,000, or in 160,000.
+_TURNS = (3, 4)
 _PROGRAMS = 528
-_BORDERS = 16
+_BORDERS = 64  # of the search for top_k, in one turn
 _LOWEST = tl.constexpr(-(2**63))
 _PICK, _NARROW, _WEIGH, _DONE = (tl.constexpr(phase) for phase in range(4))
 
@@ -44,7 +46,8 @@ def _id(key):
 
 @triton.jit
 def _best(line, first, end, V, out, heat, seed, position, BLOCK: tl.constexpr):
-    """Of the tokens first .. end - 1: the largest z + Gumbel noise above `out` and its key; the largest key of all.
+    """Of the tokens first .. end - 1: the largest z + Gumbel noise above `out` and its key; the largest key of all; a
+    key that the largest of each quarter reach.
 
     One Philox call gives the noise of four tokens.
     """
@@ -70,7 +73,8 @@ def _best(line, first, end, V, out, heat, seed, position, BLOCK: tl.constexpr):
         scores = tl.maximum(scores, score)
     most = tl.max(tl.max(scores, 1), 0)
     at = tl.max(tl.max(tl.where(scores == most, keys, _LOWEST), 1), 0)
-    return most, at, tl.max(tl.max(tops, 1), 0)
+    quarters = tl.max(tops, 0)
+    return most, at, tl.max(quarters, 0), tl.min(quarters, 0)
 
 
 @triton.jit
@@ -91,30 +95,34 @@ def _masses(line, first, end, V, out, pivot, top, heat, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _step(low, high, BORDERS: tl.constexpr):
-    """Distance of the borders between two keys; their own difference may not fit."""
-    return tl.maximum(high // BORDERS - low // BORDERS, 1)
+def _bits(low, high, BORDERS: tl.constexpr):
+    """The borders between two keys are 2^bits apart. (Their distance is a uint64: it may not fit otherwise.)"""
+    distance = high.to(tl.uint64) - low.to(tl.uint64)
+    needed = tl.floor(tl.log2(distance.to(tl.float32) / BORDERS)) + 1
+    return tl.maximum(needed, 0.0).to(tl.int64)
 
 
 @triton.jit
 def _counts(line, first, end, V, low, high, BLOCK: tl.constexpr, BORDERS: tl.constexpr):
-    """How many tokens are above each of the borders low, low + step, ...: int32 [BORDERS]."""
+    """How many tokens are above each of the borders low, low + 2^bits, ...: int32 [BORDERS]."""
     at = tl.arange(0, BLOCK)
-    borders = low + _step(low, high, BORDERS) * tl.arange(0, BORDERS).to(tl.int64)
-    count = tl.zeros((BLOCK, BORDERS), dtype=tl.int32)
+    bits = _bits(low, high, BORDERS).to(tl.uint64)
+    between = tl.zeros((BORDERS,), dtype=tl.int32)
     for start in range(first, end, BLOCK):
         ids = start + at
         value = tl.load(line + ids, mask=ids < V, other=float("-inf"))
-        key = tl.where(ids < V, _key(value, ids), _LOWEST)
-        count += (key[:, None] > borders[None, :]).to(tl.int32)
-    return tl.sum(count, 0)
+        key = _key(value, ids)
+        above = (key.to(tl.uint64) - low.to(tl.uint64) - 1) >> bits
+        border = tl.where(above < BORDERS, above, BORDERS - 1).to(tl.int32)
+        between += tl.histogram(border, BORDERS, mask=(ids < V) & (key > low))
+    return tl.cumsum(between, 0, reverse=True)
 
 
 @triton.jit
 def _narrowed(count, low, high, k, BORDERS: tl.constexpr):
     """(phase, low, high): more than k tokens above `low`, fewer above `high`; or k above `low`, and done."""
     i = tl.arange(0, BORDERS)
-    step = _step(low, high, BORDERS)
+    step = tl.full((), 1, dtype=tl.int64) << _bits(low, high, BORDERS)
     last = tl.max(tl.where(count >= k, i, -1), 0)
     found = tl.sum(tl.where(i == last, count, 0), 0) == k
     phase = tl.where(found | (last < 0), _PICK, _NARROW)  # last < 0: fewer than k compete
@@ -148,20 +156,21 @@ def _pick(
         greedy = heat < 1e-5
         heat = tl.where(greedy, 1.0, heat)
         seed, position = tl.load(seeds + row * ints_stride), tl.load(positions + row).to(tl.int32)
-        most, pivot, top = _best(logits + row * V, tile * TILE, tile * TILE + TILE, V, out, heat, seed, position, BLOCK)
+        first = tile * TILE
+        most, pivot, top, least = _best(logits + row * V, first, first + TILE, V, out, heat, seed, position, BLOCK)
         own = row * TILES + tile
         tl.store(part_scores + own, most)
-        tl.store(part_keys + own * 2, pivot)
-        tl.store(part_keys + own * 2 + 1, top)
+        tl.store(part_keys + own * 3, pivot)
+        tl.store(part_keys + own * 3 + 1, top)
+        tl.store(part_keys + own * 3 + 2, least)
         if arrive(arrived + row, TILES):
             t = tl.arange(0, BLOCK_T)
             inside = t < TILES
             part = row * TILES + t
             score = tl.load(part_scores + part, mask=inside, other=float("-inf"), cache_modifier=".cg")
-            key = tl.load(part_keys + part * 2, mask=inside, other=_LOWEST, cache_modifier=".cg")
+            key = tl.load(part_keys + part * 3, mask=inside, other=_LOWEST, cache_modifier=".cg")
             pivot = tl.max(tl.where(score == tl.max(score, 0), key, _LOWEST), 0)
-            tops = tl.load(part_keys + part * 2 + 1, mask=inside, other=_LOWEST, cache_modifier=".cg")
-            top = tl.max(tops, 0)
+            top = tl.max(tl.load(part_keys + part * 3 + 1, mask=inside, other=_LOWEST, cache_modifier=".cg"), 0)
             pivot = tl.where(pivot == _LOWEST, top, pivot)  # everything is -inf
             phase = tl.where(tl.load(top_p + row * floats_stride) < 1.0, _WEIGH, _DONE)
             if FIRST:
@@ -173,9 +182,9 @@ def _pick(
                     pivot, phase = top, _DONE
                 elif (k > 0) & (k < V):
                     pivot, phase = top, _NARROW
-                    # as many tiles as k have a token that is no less than this one
-                    least = tl.min(tl.where(inside, tops, top), 0)
-                    out = tl.where(k <= TILES, tl.maximum(out, least - 1), out)
+                    # as many quarters of tiles as k have a token that is no less than this one
+                    least = tl.min(tl.load(part_keys + part * 3 + 2, mask=inside, other=top, cache_modifier=".cg"), 0)
+                    out = tl.where((k <= 4 * TILES) & (least > _LOWEST), tl.maximum(out, least - 1), out)
                 tl.store(keys + row * 3 + 2, top)
                 tl.store(totals + row, -1.0)
             tl.store(keys + row * 3, out)
@@ -193,7 +202,6 @@ def _weigh(
 ):  # fmt: skip
     """Whether the pivot is kept; or a step of the search for top_k. The LAST one also does what others left undone."""
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    SOME: tl.constexpr = BLOCK if BLOCK < 128 else 128
     wait()
     release()
     phase = tl.load(phases + row)
@@ -208,7 +216,7 @@ def _weigh(
             tl.store(part_masses + own * 2, total)
             tl.store(part_masses + own * 2 + 1, above)
         if phase == _NARROW:
-            tl.store(part_counts + own * BORDERS + i, _counts(line, first, first + TILE, V, out, pivot, SOME, BORDERS))
+            tl.store(part_counts + own * BORDERS + i, _counts(line, first, first + TILE, V, out, pivot, BLOCK, BORDERS))
         if arrive(arrived + row, TILES):
             part = row * TILES + t
             inside = t < TILES
@@ -229,10 +237,10 @@ def _weigh(
                         total, above = _masses(line, 0, V, V, out, pivot, largest, heat, BLOCK)
                         phase, out, known = _weighed(total, above, known, pivot, out, top, p)
                     elif phase == _NARROW:
-                        count = _counts(line, 0, V, V, out, pivot, SOME, BORDERS)
+                        count = _counts(line, 0, V, V, out, pivot, BLOCK, BORDERS)
                         phase, out, pivot = _narrowed(count, out, pivot, k, BORDERS)
                     else:
-                        most, pivot, largest_key = _best(line, 0, V, V, out, heat, seed, position, BLOCK)
+                        most, pivot, largest_key, least = _best(line, 0, V, V, out, heat, seed, position, BLOCK)
                         pivot = tl.where(pivot == _LOWEST, top, pivot)
                         phase = tl.where(p < 1.0, _WEIGH, _DONE)
                 tl.store(ids + row, _id(pivot))
@@ -256,12 +264,13 @@ def sample(
     tile = _tile(count, vocabulary)
     tiles = triton.cdiv(vocabulary, tile)
     block_t, arrived = triton.next_power_of_2(tiles), counters(device, count)
-    keys, part_keys = (torch.empty(count, n, dtype=torch.int64, device=device) for n in (3, 2 * tiles))
+    keys, part_keys = (torch.empty(count, n, dtype=torch.int64, device=device) for n in (3, 3 * tiles))
     phases, part_counts = (torch.empty(count, n, dtype=torch.int32, device=device) for n in (1, tiles * _BORDERS))
     totals, parts = (torch.empty(count, n, dtype=torch.float32, device=device) for n in (1, tiles * 2))
     (heat, p, least), (k, seeds) = floats, ints
     grid = (tiles, count)
-    for turn in range(_TURNS):
+    turns = _TURNS[count > 8]
+    for turn in range(turns):
         _pick[grid](
             logits, heat, k, p, least, seeds, position, floats_stride, ints_stride,
             parts, part_keys, arrived, keys, phases, totals, ids, vocabulary,
@@ -270,7 +279,7 @@ def sample(
         _weigh[grid](
             logits, heat, k, p, seeds, position, floats_stride, ints_stride,
             parts, part_counts, arrived, keys, phases, totals, ids, vocabulary,
-            turn == _TURNS - 1, tile, tiles, min(tile, 1024), block_t, _BORDERS, num_warps=4, **OPTIONS,
+            turn == turns - 1, tile, tiles, min(tile, 1024), block_t, _BORDERS, num_warps=4, **OPTIONS,
         )  # fmt: skip
     return ids
 

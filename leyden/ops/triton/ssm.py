@@ -1,10 +1,12 @@
-"""Mamba-2 for rows of one token: convolution, time step, state update, gate and group norm.
+"""Mamba-2 for rows of few tokens: the step of one token, the check of guesses, and the replay of what was right.
 
-One program computes one head (or a part of its rows) of one row of the batch. Then each group of heads is normalised
-and the convolution's window moves on, which has to wait until all heads have read it: with few rows the program that
-finishes last in its group does that, with many a launch of its own, so that programs do not wait for each other's
-arrival. A state of fp16 may be rounded at random, so that what a step adds is not lost where it is smaller than the
-state's last bit; the random bits belong to the position, the layer and the element, not to the place in the batch.
+A program keeps a part of one head's state in registers and takes it over the tokens of one row. Up to _FUSED_ROWS rows
+of one token are one launch: the program that finishes last in its group of heads also normalises it and moves the
+convolution's window. Otherwise convolution, recurrence and norm are a launch each, so that nobody repeats the
+convolution of B and C for every head, and the recurrence has the registers for itself.
+
+A state of fp16 may be rounded at random, so that what a step adds is not lost where it is smaller than the state's last
+bit; the random bits belong to the position, the layer and the element, not to the place in the batch.
 """
 
 import torch
@@ -13,9 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from leyden.ops.rows import Rows
+from leyden.ops.triton import launch
+from leyden.ops.triton.conv import convolve
 from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
+from leyden.ops.triton.norm import gated_norm
 
-_FUSED_ROWS = 4  # up to here one launch
+INTERPRETED = tl.constexpr(launch.INTERPRETED)
+_FUSED_ROWS = 4  # steps of up to so many rows are one launch
+# Rows of a head's state in a program, warps, registers of a thread, for states of 16 and of 32 bits: as many bytes as
+# possible on their way at once, without a spill.
+_SHAPES = {2: (64, 8, 80), 4: (64, 4, 128)}
 
 
 @triton.jit
@@ -43,7 +52,7 @@ def _convolved(earlier, new, weight, channel, inside, REACH: tl.constexpr):
 
 
 @triton.jit
-def _time_step(dt, bias, low, high):
+def time_step(dt, bias, low, high):
     """clamp(softplus(dt + bias)); log1p by Kahan's correction, which keeps small steps exact."""
     value = dt.to(tl.float32) + bias
     grown = tl.exp(tl.minimum(value, 20.0))
@@ -55,22 +64,26 @@ def _time_step(dt, bias, low, high):
 
 
 @triton.jit
-def _rounded(state, seed, position, first, P: tl.constexpr, N: tl.constexpr, ROUNDS: tl.constexpr):
-    """fp32 [P, N] -> fp16, up or down at random: 13 random bits are added below the last bit that stays.
+def _scattered(h):
+    """A hash of uint32: every bit of the result depends on every bit of `h` (after Wellons' lowbias32, 2018)."""
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return h ^ (h >> 16)
 
-    One Philox call makes the bits of eight elements; the reference draws the same ones (ops.reference.mamba.at_random).
-    """
-    eights = tl.arange(0, P)[:, None] * (N // 8) + tl.arange(0, N // 8)[None, :] + first * (N // 8)
-    zero = tl.zeros_like(eights)
-    w0, w1, w2, w3 = tl.philox(seed, eights, zero + position, zero, zero, ROUNDS)
-    i = tl.arange(0, 8)[None, None, :]
-    low = tl.where(i < 2, w0[:, :, None], w1[:, :, None])
-    high = tl.where(i < 6, w2[:, :, None], w3[:, :, None])
-    noise = (tl.where(i < 4, low, high) >> ((i & 1) * 16)) & 0x1FFF
-    bits = tl.reshape(state, (P, N // 8, 8)).to(tl.int32, bitcast=True) + noise.to(tl.int32)
-    value = (bits & ~0x1FFF).to(tl.float32, bitcast=True)
-    value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
-    return tl.reshape(value.to(tl.float16), (P, N))
+
+@triton.jit
+def _stored(state, dtype: tl.constexpr, log_rate, position, index, DITHER: tl.constexpr):
+    """The state as it is stored; with DITHER as ops.reference.mamba.at_random() rounds it, with the same bits for the
+    element `index` (int32 [P, N]). Nothing here asks for another layout than that in which it is stored."""
+    if DITHER:
+        key = _scattered(log_rate.to(tl.uint32, bitcast=True) ^ _scattered(position.to(tl.uint32)))
+        h = index.to(tl.uint32) * 0x9E3779B1 + key
+        noise = ((h ^ (h >> 15)) * 0x846CA68B) >> 19
+        state = (state.to(tl.uint32, bitcast=True) + noise).to(tl.float32, bitcast=True)
+        if INTERPRETED:  # whose conversion makes infinities
+            state = tl.minimum(tl.maximum(state, -65504.0), 65504.0)
+        return state.to(dtype, fp_downcast_rounding="rtz")  # cuts the bits off, and what is too large to the largest
+    return state.to(dtype)
 
 
 @triton.jit
@@ -115,9 +128,10 @@ def _step(
     gated, arrived, out,
     row_stride, conv_stride, ssm_stride, dt_low, dt_high, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, REACH: tl.constexpr,
-    TAPS: tl.constexpr, BIAS: tl.constexpr, FUSED: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, ROUNDS: tl.constexpr,
+    TAPS: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, DITHER: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
+    """All of a step for BLOCK_P rows of one head's state, and for a group if this program is its last."""
     INNER: tl.constexpr = HEADS * DIM
     CHANNELS: tl.constexpr = INNER + 2 * GROUPS * N
     SHARE: tl.constexpr = HEADS // GROUPS  # heads of a group
@@ -145,44 +159,80 @@ def _step(
 
     z = projected + row * row_stride
     new = z + INNER
-    delta = _time_step(tl.load(new + CHANNELS + head), bias, dt_low, dt_high)
+    delta = time_step(tl.load(new + CHANNELS + head), bias, dt_low, dt_high)
     gate = tl.load(z + to_x, mask=in_p, other=0.0).to(tl.float32)
     x = _convolved(x, new, conv_weight, to_x, in_p, REACH)
     b = _convolved(b, new, conv_weight, to_b, in_n, REACH)
     c = _convolved(c, new, conv_weight, to_c, in_n, REACH)
     state = tl.exp(-tl.exp(log_rate) * delta) * old + (delta * x)[:, None] * b[None, :]
-    if ROUNDS:
-        seed = log_rate.to(tl.int32, bitcast=True)
-        first = head * DIM + tl.program_id(0) % PARTS * BLOCK_P
-        tl.store(tile, _rounded(state, seed, position, first, BLOCK_P, BLOCK_N, ROUNDS), mask=inside)
-    else:
-        tl.store(tile, state.to(ssm_state.dtype.element_ty), mask=inside)
+    index = (head * DIM + p)[:, None] * N + n[None, :]
+    tl.store(tile, _stored(state, ssm_state.dtype.element_ty, log_rate, position, index, DITHER), mask=inside)
     y = (tl.sum(state * c[None, :], 1) + skip * x).to(out.dtype.element_ty).to(tl.float32)
     tl.store(gated + row * INNER + to_x, y * (gate * tl.sigmoid(gate)), mask=in_p)
-    if FUSED:
-        last = arrive(arrived + row * GROUPS + group, SHARE * PARTS)
-        if last:
-            _finish(
-                gated + row * INNER, norm_weight, new, window, out + row * INNER, group, fresh, eps,
-                SHARE * DIM, INNER, N, GROUPS, REACH, TAPS, BLOCK_G, BLOCK_N,
-            )  # fmt: skip
+    if arrive(arrived + row * GROUPS + group, SHARE * PARTS):
+        _finish(
+            gated + row * INNER, norm_weight, new, window, out + row * INNER, group, fresh, eps,
+            SHARE * DIM, INNER, N, GROUPS, REACH, TAPS, BLOCK_G, BLOCK_N,
+        )  # fmt: skip
 
 
 @triton.jit
-def _after(
-    projected, norm_weight, conv_state, past, slots, gated, out, row_stride, conv_stride, eps,
-    WIDTH: tl.constexpr, INNER: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, REACH: tl.constexpr,
-    TAPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+def _advance(
+    x, B, C, dt, A_log, D, dt_bias, ssm_state, starts, ends, past, slots, y,
+    x_stride, B_stride, C_stride, dt_stride, ssm_stride, dt_low, dt_high,
+    HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    ONE: tl.constexpr, MOVE: tl.constexpr, OUT: tl.constexpr, DITHER: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    group, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    window = conv_state + tl.load(slots + row).to(tl.int64) * conv_stride
-    fresh = tl.load(past + row) == 0
+    """The recurrence over the tokens of one row (ONE: it has one), for BLOCK_P rows of one head's state. MOVE: the
+    state is stored in the end; OUT: so is what each token reads from it."""
+    row, head = tl.program_id(1), tl.program_id(0) // PARTS
+    group = head // (HEADS // GROUPS)
+    p = tl.program_id(0) % PARTS * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tl.arange(0, BLOCK_N)
+    in_p, in_n = p < DIM, n < N
+    slot, position = tl.load(slots + row).to(tl.int64), tl.load(past + row)
+    index = (head * DIM + p)[:, None] * N + n[None, :]
+    tile = ssm_state + slot * ssm_stride + index
+    inside = in_p[:, None] & in_n[None, :]
+    old = tl.load(tile, mask=inside & (position > 0), other=0.0)
+    log_rate = tl.load(A_log + head).to(tl.float32)
+    skip, bias = tl.load(D + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
     wait()
     release()
-    _finish(
-        gated + row * INNER, norm_weight, projected + row * row_stride + INNER, window, out + row * INNER, group, fresh,
-        eps, WIDTH, INNER, N, GROUPS, REACH, TAPS, BLOCK_G, BLOCK_N,
-    )  # fmt: skip
+    state = old.to(tl.float32)
+    first = row
+    end = row + 1
+    if not ONE:
+        first, end = tl.load(starts + row), tl.load(ends + row)
+    for token in range(first, end):
+        at = tl.full((), 0, dtype=tl.int64) + token
+        delta = time_step(tl.load(dt + at * dt_stride + head), bias, dt_low, dt_high)
+        value = tl.load(x + at * x_stride + head * DIM + p, mask=in_p, other=0.0).to(tl.float32)
+        b = tl.load(B + at * B_stride + group * N + n, mask=in_n, other=0.0).to(tl.float32)
+        state = tl.exp(-tl.exp(log_rate) * delta) * state + (delta * value)[:, None] * b[None, :]
+        if OUT:
+            c = tl.load(C + at * C_stride + group * N + n, mask=in_n, other=0.0).to(tl.float32)
+            made = tl.sum(state * c[None, :], 1) + skip * value
+            tl.store(y + (at * HEADS + head) * DIM + p, made.to(y.dtype.element_ty), mask=in_p)
+    if MOVE:
+        moved = position + (end - first) - 1
+        stored = _stored(state, ssm_state.dtype.element_ty, log_rate, moved, index, DITHER)
+        tl.store(tile, stored, mask=inside & (end > first))
+
+
+@triton.jit
+def _keep(inputs, ring, starts, ends, slots, stride, ring_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """What a token feeds to convolution and recurrence goes into the ring of its row's slot."""
+    i, row = tl.program_id(0), tl.program_id(1)
+    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    wait()
+    release()
+    token = tl.load(starts + row) + i
+    if token < tl.load(ends + row):
+        value = tl.load(inputs + token.to(tl.int64) * stride + at, mask=at < WIDTH)
+        target = ring + tl.load(slots + row).to(tl.int64) * ring_stride + i * WIDTH
+        tl.store(target + at, value, mask=at < WIDTH)
 
 
 def mamba_step(
@@ -199,12 +249,13 @@ def mamba_step(
     conv_state: Tensor,
     ssm_state: Tensor,
     rows: Rows,
-    rounds: int = 0,
-    shape: tuple[int, int, bool] | None = None,
+    dither: bool = False,
+    shape: tuple[int, int, int] | None = None,
+    fused: bool | None = None,
 ) -> Tensor:
     """See ops.mamba_step. The states of the rows must be older than the kernel launched just before.
 
-    shape: rows of a head's state in one program, warps, whether one launch does it all.
+    shape: rows of a head's state in one program, warps, registers of a thread; fused: whether one launch does it all.
     """
     count = len(projected)
     _, heads, dim, n = ssm_state.shape
@@ -214,21 +265,128 @@ def mamba_step(
     out = torch.empty(count, inner, dtype=projected.dtype, device=projected.device)
     if not count:
         return out
+    if not (count <= _FUSED_ROWS if fused is None else fused):
+        z, inputs = projected[:, :inner], projected[:, inner:]
+        y = _mixed(
+            inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state,
+            rows.starts, rows.starts[1:], rows.past, rows.slots, 1, dither=dither, shape=shape,
+        )  # fmt: skip
+        return gated_norm(y, z, norm_weight, groups, eps)
     gated = torch.empty(count, inner, dtype=torch.float32, device=projected.device)
-    block_p, warps, fused = shape or (min(32, triton.next_power_of_2(dim)), 4, count <= _FUSED_ROWS)
+    block_p, warps, registers = shape or (min(32, triton.next_power_of_2(dim)), 4, 255)
     parts = triton.cdiv(dim, block_p)
     taps, block_n, block_g = (triton.next_power_of_2(size) for size in (reach, n, inner // groups))
     _step[(heads * parts, count)](
         projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, conv_state, ssm_state, rows.past, rows.slots,
         gated, counters(projected.device, count * groups), out,
         projected.stride(0), conv_state.stride(0), ssm_state.stride(0), dt_limit[0], min(dt_limit[1], 3e38), eps,
-        heads, dim, n, groups, reach, taps, conv_bias is not None, fused, parts, block_p, max(8, block_n), block_g,
-        rounds if ssm_state.dtype == torch.float16 else 0, num_warps=warps, **OPTIONS,
+        heads, dim, n, groups, reach, taps, conv_bias is not None, parts,
+        dither and ssm_state.dtype == torch.float16, block_p, block_n, block_g,
+        num_warps=warps, maxnreg=registers, **OPTIONS,
     )  # fmt: skip
-    if not fused:
-        _after[(groups, count)](
-            projected, norm_weight, conv_state, rows.past, rows.slots, gated, out,
-            projected.stride(0), conv_state.stride(0), eps,
-            inner // groups, inner, n, groups, reach, taps, block_g, block_n, num_warps=4, **OPTIONS,
-        )  # fmt: skip
     return out
+
+
+def mamba_verify(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    norm_weight: Tensor,
+    groups: int,
+    eps: float,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    ring: Tensor,
+    rows: Rows,
+) -> Tensor:
+    """See ops.mamba_verify."""
+    inner, longest = len(norm_weight), max(rows.lens, default=0)
+    assert rows.slots is not None and projected.stride(1) == 1 and ring[0].is_contiguous()
+    assert longest <= ring.shape[1], f"rows of at most {ring.shape[1]} tokens, got {longest}"
+    z, inputs, ends = projected[:, :inner], projected[:, inner:], rows.starts[1:]
+    y = _mixed(
+        inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state,
+        rows.starts, ends, rows.past, rows.slots, longest, move=False,
+    )  # fmt: skip
+    if longest:
+        width = ring.shape[2]
+        _keep[(longest, len(rows.lens), triton.cdiv(width, 1024))](
+            inputs, ring, rows.starts, ends, rows.slots, inputs.stride(0), ring.stride(0), width, 1024,
+            num_warps=4, **OPTIONS,
+        )  # fmt: skip
+    return gated_norm(y, z, norm_weight, groups, eps)
+
+
+def mamba_replay(
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    groups: int,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    ring: Tensor,
+    slots: Tensor,
+    past: Tensor,
+    counts: Tensor,
+    dither: bool = False,
+) -> None:
+    """See ops.mamba_replay. Nobody waits for anything here: the counts stay on the device."""
+    longest, device = ring.shape[1], ring.device
+    inputs = ring[slots].flatten(0, 1)
+    starts = torch.arange(0, len(inputs), longest, dtype=torch.int32, device=device)
+    _mixed(
+        inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state,
+        starts, starts + counts.int(), past, slots, longest, out=False, dither=dither,
+    )  # fmt: skip
+
+
+def _mixed(
+    inputs: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    groups: int,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    past: Tensor,
+    slots: Tensor,
+    longest: int,
+    move: bool = True,
+    out: bool = True,
+    dither: bool = False,
+    shape: tuple[int, int, int] | None = None,
+) -> Tensor:
+    """Convolution and recurrence of [xBC, dt] -> y [T, inner], if `out`; the states of the rows move on, if `move`."""
+    _, heads, dim, n = ssm_state.shape
+    inner, width = heads * dim, groups * n
+    xBC = convolve(
+        inputs[:, : inner + 2 * width], conv_weight, conv_bias, conv_state, starts, ends, past, slots, longest, move
+    )
+    x, B, C = xBC.split([inner, width, width], dim=-1)
+    dt = inputs[:, inner + 2 * width :]
+    y = torch.empty(len(inputs), inner, dtype=inputs.dtype, device=inputs.device) if out else inputs
+    block_p, warps, registers = shape or _SHAPES[ssm_state.dtype.itemsize]
+    block_p = min(block_p, triton.next_power_of_2(dim))
+    parts = triton.cdiv(dim, block_p)
+    if len(inputs):
+        _advance[(heads * parts, len(ends))](
+            x, B, C, dt, A_log, D, dt_bias, ssm_state, starts, ends, past, slots, y,
+            x.stride(0), B.stride(0), C.stride(0), dt.stride(0), ssm_state.stride(0), dt_limit[0],
+            min(dt_limit[1], 3e38),
+            heads, dim, n, groups, parts, longest == 1 and out, move, out,
+            dither and ssm_state.dtype == torch.float16, block_p, triton.next_power_of_2(n),
+            num_warps=warps, maxnreg=registers, **OPTIONS,
+        )  # fmt: skip
+    return y

@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 from leyden.formats import Weight
+from leyden.formats.fp8 import FP8
 from leyden.ops.reference import attention as reference_attention
+from leyden.ops.reference import draft as reference_draft
 from leyden.ops.reference import linear as reference_linear
 from leyden.ops.reference import mamba as reference_mamba
 from leyden.ops.reference import moe as reference_moe
@@ -14,7 +16,7 @@ from leyden.ops.rows import Rows
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch on CUDA; elsewhere install the dev extra")
 
-from leyden.ops.triton import attention, linear, moe, norm, ssm  # noqa: E402
+from leyden.ops.triton import attention, conv, linear, moe, norm, scan, ssm  # noqa: E402
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
 
@@ -80,6 +82,14 @@ def test_products(draw, count: int, square: bool):
     close(linear.mlp(x, weight(up), weight(down)), reference_linear.mlp(x, weight(up), weight(down)), atol=1e-4)
 
 
+@pytest.mark.parametrize("count", [1, 5, 70])
+def test_products_in_fp8(draw, device: str, count: int):
+    x, stored = draw(count, 96), Weight(40, 96, dtype=torch.float32, format=FP8()).requires_grad_(False).to(device)
+    for name, part in stored.format.quantize(draw(40, 96)).items():
+        stored.parts[name].copy_(part)
+    close(linear.linear_fp8(x, stored), reference_linear.linear(x, stored), atol=1e-4)
+
+
 def test_embed(draw, device: str):
     table, ids = draw(10, 24), torch.tensor([9, 0, 3], device=device)
     assert torch.equal(linear.embed(ids, weight(table)), table[ids])
@@ -125,26 +135,27 @@ def test_experts_that_nobody_chose_cost_nothing(draw, device: str):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("heads", "groups", "dim", "n"), [(6, 2, 8, 12), (4, 1, 32, 16)])
 def test_mamba_step(draw, device: str, heads: int, groups: int, dim: int, n: int, fused: bool):
-    arguments, conv, ssm_state, batch = step_inputs(draw, device, heads, groups, dim, n)
-    states = [(conv.clone(), ssm_state.clone()) for _ in range(2)]
+    arguments, window, ssm_state, batch = step_inputs(draw, device, heads, groups, dim, n)
+    states = [(window.clone(), ssm_state.clone()) for _ in range(2)]
     for _ in range(2):  # the second step reads what the first one wrote
         wanted = reference_mamba.mamba_step(*arguments, *states[0], batch)
-        got = ssm.mamba_step(*arguments, *states[1], batch, shape=(16, 4, fused))
+        got = ssm.mamba_step(*arguments, *states[1], batch, shape=(16, 4, 128), fused=fused)
         close(got, wanted, atol=1e-4)
         close(states[1][0], states[0][0])
         close(states[1][1], states[0][1])
         batch.past += 1
 
 
-def test_states_of_16_bits_are_rounded_at_random(draw, device: str):
-    arguments, conv, exact, batch = step_inputs(draw, device, 4, 1, 32, 16)
+@pytest.mark.parametrize("fused", [False, True])
+def test_states_of_16_bits_are_rounded_at_random(draw, device: str, fused: bool):
+    arguments, window, exact, batch = step_inputs(draw, device, 4, 1, 32, 16)
     batch.past += 1
     exact[1, 0, 0, :2] = torch.tensor([1e6, -1e6])  # has to stay finite
     rounded = exact.half().clamp(-65504, 65504)
     exact = rounded.float()
     before = rounded.clone()
-    wanted = ssm.mamba_step(*arguments, conv.clone(), exact, batch)
-    got = ssm.mamba_step(*arguments, conv.clone(), rounded, batch, 5)
+    wanted = ssm.mamba_step(*arguments, window.clone(), exact, batch, fused=fused)
+    got = ssm.mamba_step(*arguments, window.clone(), rounded, batch, True, fused=fused)
     close(got, wanted)  # the step itself sees nothing of the rounding
     assert rounded.isfinite().all() and torch.equal(rounded[0], before[0])
     normal = exact.abs() > 2**-14
@@ -154,30 +165,94 @@ def test_states_of_16_bits_are_rounded_at_random(draw, device: str):
     assert off.abs().max() < 1 and off.abs().max() > 0.8
     assert abs(float(off.mean())) < 0.03  # 6,000 errors, uniform over one bit if they were independent
     again = before.clone()
-    ssm.mamba_step(*arguments, conv.clone(), again, batch, 5)
+    ssm.mamba_step(*arguments, window.clone(), again, batch, True, fused=fused)
     assert torch.equal(again, rounded)
     # The reference throws the same dice. What it rounds differs in the last bits of fp32, so a few fall elsewhere.
     by_reference = before.clone()
-    reference_mamba.mamba_step(*arguments, conv.clone(), by_reference, batch, 5)
+    reference_mamba.mamba_step(*arguments, window.clone(), by_reference, batch, True)
     assert (by_reference != rounded)[1:4].float().mean() < 0.01
     batch.past += 1
     other = before.clone()
-    ssm.mamba_step(*arguments, conv.clone(), other, batch, 5)
+    ssm.mamba_step(*arguments, window.clone(), other, batch, True, fused=fused)
     assert (other != rounded)[1:4].float().mean() > 0.25
 
 
-def step_inputs(draw, device: str, heads: int, groups: int, dim: int, n: int):
-    inner, channels, count = heads * dim, heads * dim + 2 * groups * n, 3
-    batch = rows(device, past=[0, 5, 2])
-    conv, ssm_state = draw(5, 3, channels), draw(5, heads, dim, n)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_guesses(draw, device: str, dtype: torch.dtype):
+    """Three rows of up to four tokens: nothing moves while they are checked, and then as many as were right."""
+    lens, right = [3, 1, 4], torch.tensor([2, 1, 0], device=device)
+    arguments, window, exact, batch = step_inputs(draw, device, 4, 2, 16, 8, lens)
+    ssm_state, ring, wanted_ring = exact.to(dtype), draw(5, 5, 4 * 16 + 2 * 2 * 8 + 4), draw(5, 5, 100)
+    wanted_ring = ring.clone()
+    before = window.clone(), ssm_state.clone()
+    wanted = reference_mamba.mamba_verify(*arguments, window, ssm_state, wanted_ring, batch)
+    got = ssm.mamba_verify(*arguments, window, ssm_state, ring, batch)
+    close(got, wanted, atol=1e-4)
+    assert torch.equal(ring, wanted_ring) and torch.equal(window, before[0]) and torch.equal(ssm_state, before[1])
+
+    recurrence = (*arguments[1:7], arguments[8])
+    reference_mamba.mamba_replay(*recurrence, *before, ring, batch.slots, batch.past, right)
+    ssm.mamba_replay(*recurrence, window, ssm_state, ring, batch.slots, batch.past, right)
+    close(window, before[0])
+    if dtype == torch.float32:
+        close(ssm_state, before[1])
+    else:
+        close(ssm_state.float(), before[1].float(), atol=2e-3, rtol=2e-3)
+        assert torch.equal(ssm_state[batch.slots[2]], before[1][batch.slots[2]])
+
+
+@pytest.mark.parametrize(("lens", "kernel"), [([1, 1, 1], 4), ([35, 2, 17], 4), ([20, 5, 1], 2)])
+def test_causal_conv(draw, device: str, lens: list[int], kernel: int):
+    batch = rows(device, past=[0, 5, 2], lens=lens)
+    x, w, bias = draw(batch.tokens, 60)[:, 7:47], draw(40, kernel), draw(40)
+    state = draw(5, kernel - 1, 40)
+    wanted_state = state.clone()
+    close(conv.causal_conv(x, w, bias, state, batch), reference_mamba.causal_conv(x, w, bias, wanted_state, batch))
+    assert torch.equal(state, wanted_state)
+    batch.past.zero_()
+    close(conv.causal_conv(x, w, None, None, batch), reference_mamba.causal_conv(x, w, None, None, batch))
+
+
+def step_inputs(draw, device: str, heads: int, groups: int, dim: int, n: int, lens: list[int] | None = None):
+    inner, channels = heads * dim, heads * dim + 2 * groups * n
+    batch = rows(device, past=[0, 5, 2], lens=lens)
+    count = batch.tokens
+    window, ssm_state = draw(5, 3, channels), draw(5, heads, dim, n)
     arguments = (
         draw(count, inner + channels + heads), draw(channels, 4), draw(channels), draw(heads), draw(heads),
         draw(heads, scale=5.0), (1e-3, float("inf")), draw(inner), groups, 1e-5,
     )  # fmt: skip
-    return arguments, conv, ssm_state, batch
+    return arguments, window, ssm_state, batch
 
 
-@pytest.mark.parametrize("lens", [None, [3, 1, 17, 9]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_ssd_scan(draw, device: str, dtype: torch.dtype):
+    """Rows shorter than a chunk, of whole chunks, and longer; one of them starts from nothing."""
+    heads, groups, dim, n = 4, 2, 24, 12
+    batch = rows(device, past=[0, 5, 2], lens=[5, 32, 35])
+    tokens = batch.tokens
+    mixed = draw(tokens, heads * dim + 2 * groups * n).to(dtype)
+    x, B, C = mixed.split([heads * dim, groups * n, groups * n], dim=-1)
+    x, B, C = x.unflatten(1, (heads, dim)), B.unflatten(1, (groups, n)), C.unflatten(1, (groups, n))
+    dt = draw(tokens, heads + 3)[:, 3:].to(dtype)
+    recurrence = (draw(heads), draw(heads), draw(heads), (1e-3, float("inf")), 16)
+    state = draw(5, heads, dim, n)
+    wanted_state = state.clone()
+    for shape in ((16, 16, 2, 4), (32, 32, 1, 4)):
+        got_state = state.clone()
+        got = scan.ssd_scan(x, dt, B, C, *recurrence, got_state, batch, shape)
+        exact = (t.float() for t in (x, dt, B, C))
+        wanted = reference_mamba.ssd_scan(*exact, *recurrence, wanted_state.copy_(state), batch)
+        off = 2e-5 if dtype == torch.float32 else 2e-3
+        assert (got.float() - wanted).norm() < off * wanted.norm()
+        close(got_state, wanted_state, atol=20 * off, rtol=20 * off)
+    batch.past.zero_()
+    got = scan.ssd_scan(x, dt, B, C, *recurrence, None, batch, (16, 32, 1, 4))
+    wanted = reference_mamba.ssd_scan(*(t.float() for t in (x, dt, B, C)), *recurrence, None, batch)
+    assert (got.float() - wanted).norm() < off * wanted.norm()
+
+
+@pytest.mark.parametrize("lens", [None, [3, 1, 17, 9], [4, 1, 3, 2]])
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(6, 2, 8), (4, 1, 16)])
 def test_attention(draw, device: str, heads: int, kv: int, dim: int, lens: list[int] | None):
     batch = rows(device, past=[0, 250, 30, 7], lens=lens, tokens=280)
@@ -189,3 +264,28 @@ def test_attention(draw, device: str, heads: int, kv: int, dim: int, lens: list[
     attention.kv_write(k, v, cache, batch)
     assert torch.equal(cache, wanted_cache)
     close(attention.attention(q, cache, batch), reference_attention.attention(q, cache, batch))
+
+
+@pytest.mark.parametrize("lens", [None, [3, 1, 17, 9], [4, 1, 3, 2]])
+def test_attention_over_8_bit_floats(draw, device: str, lens: list[int] | None):
+    batch = rows(device, past=[0, 150, 30, 7], lens=lens, tokens=180)
+    tokens, scales = batch.tokens, (0.25, 0.5)
+    # numbers that the cache can hold: the interpreter rounds others in its own way
+    k, v = (draw(tokens, 2, 16).to(torch.float8_e4m3fn).float() * scale for scale in scales)
+    k[0, 0, 0] = 1000.0  # becomes the largest number
+    q = draw(tokens, 6, 16)
+    cache = draw(2, 4 * 45 + 1, 4, 2, 16).to(torch.float8_e4m3fn)
+    wanted_cache = cache.clone()
+    reference_attention.kv_write(k, v, wanted_cache, batch, *scales)
+    attention.kv_write(k, v, cache, batch, *scales)
+    assert torch.equal(cache.view(torch.uint8), wanted_cache.view(torch.uint8))
+    close(attention.attention(q, cache, batch, *scales), reference_attention.attention(q, cache, batch, *scales))
+
+
+@pytest.mark.parametrize(("causal", "window", "sinks"), [(False, None, False), (True, 5, True), (False, 100, True)])
+def test_block_attention(draw, device: str, causal: bool, window: int | None, sinks: bool):
+    """Blocks of a drafter, one of them without a context."""
+    batch = rows(device, past=[0, 70, 9], lens=[5, 3, 1], tokens=80)
+    q, k, v = draw(9, 6, 8), draw(9, 2, 8), draw(9, 2, 8)
+    arguments = (q, k, v, draw(2, 3 * 20 + 1, 4, 2, 8), batch, causal, window, draw(6) if sinks else None)
+    close(attention.block_attention(*arguments), reference_draft.block_attention(*arguments))

@@ -45,7 +45,7 @@ def test_masked_tokens_are_never_taken(device: str):
 
 
 def test_a_slow_search_is_finished_by_one_program(device: str, monkeypatch):
-    monkeypatch.setattr(sample, "_TURNS", 1)
+    monkeypatch.setattr(sample, "_TURNS", (1, 1))
     logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(3))
     check(device, logits, 1.0, 40, 0.9, 0.0)
 

@@ -1,0 +1,100 @@
+"""The short causal convolution of rows of any length; reads nothing from the device on the host."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leyden.ops.rows import Rows
+from leyden.ops.triton.launch import OPTIONS, release, wait
+
+
+@triton.jit
+def _convolve(
+    x, weight, bias, state, starts, ends, past, slots, out, x_stride, state_stride, C,
+    REACH: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, MOVE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_T tokens of one row, BLOCK_C channels. Who has a row's first tokens also moves its window (MOVE): nobody
+    else reads that."""
+    first, row = tl.program_id(0) * BLOCK_T, tl.program_id(1)
+    c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_c = c < C
+    t = first + tl.arange(0, BLOCK_T)
+    wait()
+    release()
+    start = tl.load(starts + row)
+    length = tl.load(ends + row) - start
+    if first < length:
+        line = x + start.to(tl.int64) * x_stride
+        window, fresh = state, True
+        if STATE:
+            window += tl.load(slots + row).to(tl.int64) * state_stride
+            fresh = tl.load(past + row) == 0
+        acc = tl.zeros((BLOCK_T, BLOCK_C), dtype=tl.float32)
+        if BIAS:
+            acc += tl.load(bias + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
+        for tap in tl.static_range(REACH + 1):
+            at = t + tap - REACH
+            inside = in_c[None, :] & (at < length)[:, None]
+            value = tl.load(line + at[:, None] * x_stride + c[None, :], mask=inside & (at >= 0)[:, None], other=0.0)
+            if STATE and tap < REACH:  # noqa: SIM102, the inner condition is the device's
+                if first == 0:
+                    before = inside & (at < 0)[:, None] & (fresh == 0)
+                    old = tl.load(window + (at + REACH)[:, None] * C + c[None, :], mask=before, other=0.0)
+                    value = tl.where((at < 0)[:, None], old.to(value.dtype), value)
+            w = tl.load(weight + c * (REACH + 1) + tap, mask=in_c, other=0.0).to(tl.float32)
+            acc += value.to(tl.float32) * w[None, :]
+        made = (acc * tl.sigmoid(acc)).to(out.dtype.element_ty)
+        cell = (start + t).to(tl.int64)[:, None] * C + c[None, :]
+        tl.store(out + cell, made, mask=in_c[None, :] & (t < length)[:, None])
+        if STATE and MOVE:  # noqa: SIM102
+            if first == 0:
+                i = tl.arange(0, TAPS)
+                newer = length - REACH + i
+                kept = in_c[None, :] & (i < REACH)[:, None]
+                known = kept & (newer < 0)[:, None] & (fresh == 0)
+                shifted = tl.load(window + (i + length)[:, None] * C + c[None, :], mask=known, other=0.0)
+                own = kept & (newer >= 0)[:, None]
+                seen = tl.load(line + newer[:, None] * x_stride + c[None, :], mask=own, other=0.0)
+                column = tl.where((newer < 0)[:, None], shifted, seen.to(shifted.dtype))
+                tl.debug_barrier()  # the old window is read
+                tl.store(window + i[:, None] * C + c[None, :], column, mask=kept)
+
+
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, rows: Rows) -> Tensor:
+    """See ops.causal_conv."""
+    ends = rows.starts[1:]
+    return convolve(x, weight, bias, state, rows.starts, ends, rows.past, rows.slots, max(rows.lens, default=0))
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    starts: Tensor,
+    ends: Tensor,
+    past: Tensor,
+    slots: Tensor | None,
+    longest: int,
+    move: bool = True,
+) -> Tensor:
+    """causal_conv of the tokens starts[r] .. ends[r] - 1 of x for each row r; what is between the rows stays undefined.
+
+    move: whether the states move on; if not, they are only read.
+    """
+    (count, channels), reach = x.shape, weight.shape[1] - 1
+    assert x.stride(1) == 1 and weight.is_contiguous() and (state is None or state[0].is_contiguous())
+    out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
+    if count and longest:
+        block_t = min(16, triton.next_power_of_2(longest))
+        block_c = min(triton.next_power_of_2(channels), 512 if block_t == 1 else 128)
+        grid = (triton.cdiv(longest, block_t), len(ends), triton.cdiv(channels, block_c))
+        _convolve[grid](
+            x, weight, bias, state, starts, ends, past, slots, out,
+            x.stride(0), 0 if state is None else state.stride(0), channels,
+            reach, triton.next_power_of_2(reach), bias is not None, state is not None, move, block_t, block_c,
+            num_warps=4, **OPTIONS,
+        )  # fmt: skip
+    return out
