@@ -27,7 +27,6 @@ from leyden.engine.engine import Engine
 from leyden.errors import ConfigError
 from leyden.model.nemotron import Nemotron
 from leyden.ops.cpu import program
-from leyden.ops.cpu.probe import Probe
 from leyden.types import Request, SamplingParams
 
 # Steps of decoding in one measurement, and before it: on CUDA the first ones capture graphs.
@@ -122,10 +121,12 @@ class Ladder:
         self._random = torch.Generator().manual_seed(0)
         self.generate(1, 16)
         self.load_s, self.loaded = time.monotonic() - started, time.time()
-        self.probe: DeviceProbe | Probe | None = None
+        self.probe: Any = None
         if device == "cuda":
             self.probe = DeviceProbe()
         elif program.available and not ops.forced():
+            from leyden.ops.cpu.probe import Probe
+
             self.probe = Probe()
 
     def generate(self, batch: int, context: int, steps: int = 1) -> tuple[float, list[float]]:

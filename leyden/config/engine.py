@@ -77,8 +77,8 @@ class EngineConfig:
                 f"--enable-mamba-cache-stochastic-rounding needs --mamba-ssm-cache-dtype float16: {found}"
             )
         if any(not isinstance(size, int) or size < 1 for size in self.cudagraph_capture_sizes):
-            found = list(self.cudagraph_capture_sizes)
-            raise ConfigError(f"--cudagraph-capture-sizes: expected whole numbers from 1 on, got {found}")
+            sizes = list(self.cudagraph_capture_sizes)
+            raise ConfigError(f"--cudagraph-capture-sizes: expected whole numbers from 1 on, got {sizes}")
         _ = self.speculative
 
     @property

@@ -149,7 +149,8 @@ class Engine:
         taken = room(drafting, architecture) if drafting else NO_DRAFTER
         split = divide(config, architecture, dtype, device.type, free(config, device), taken)
         if split.shape.kv_dtype.itemsize == 1:
-            logger.warning("an FP8 cache has no kernels on the CPU: steps are slower than with other caches")
+            if device.type == "cpu":
+                logger.warning("an FP8 cache has no kernels on the CPU: steps are slower than with other caches")
             if not dict(checkpoint.cache_scales(model)):
                 logger.warning("the checkpoint has no scales for an FP8 cache (k_scale, v_scale): 1.0 is used")
         engine = cls(

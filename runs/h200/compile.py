@@ -1,0 +1,176 @@
+"""Compiles the CUDA kernels for the H200 on a machine without one, as the ops launch them at the shapes of the 30B-A3B.
+
+usage: python3 runs/h200/compile.py        (a minute or two; exit status 1 if a kernel does not compile or does not fit)
+
+Prints registers, bytes of the stack (spills) and shared memory of each. What Triton's interpreter accepts need not
+compile: this finds it before a GPU does. Nothing is run, so nothing is checked but that.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from leyden.formats import Weight
+from leyden.formats.fp8 import FP8
+from leyden.formats.nvfp4 import NVFP4
+from leyden.ops.rows import Rows
+from leyden.ops.triton import attention, conv, linear, moe, norm, nvfp4, sample, scan, ssm
+
+SHARED = 232_448  # bytes that a program can have
+DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+BF, F32, F16, E4M3 = torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn
+TYPES = {BF: "bf16", F32: "fp32", F16: "fp16", E4M3: "fp8e4nv", torch.int32: "i32", torch.int64: "i64",
+         torch.uint8: "u8"}  # fmt: skip
+SEEN: set[str] = set()
+BAD: list[str] = []
+LABEL = ""
+
+
+def compiled(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+    """Stands in for JITFunction.run: the same specialisation by arguments, but for a target that need not be here."""
+    given = dict(zip(self.arg_names, args, strict=False))
+    given |= {name: options.pop(name) for name in list(options) if name in self.arg_names}
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(self.params):
+        value = given[parameter.name]
+        kind = "constexpr"
+        if isinstance(value, Tensor) and not parameter.is_constexpr:
+            kind = "*" + TYPES[value.dtype]
+        elif not parameter.is_constexpr and value is not None and not (type(value) is int and value == 1):
+            kind = {bool: "i1", int: "i32" if abs(int(value)) < 2**31 else "i64", float: "fp32"}[type(value)]
+        if kind == "constexpr":
+            constants[(i,)] = value
+        elif (value.data_ptr() if isinstance(value, Tensor) else value) % 16 == 0 and kind != "fp32":
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        signature[parameter.name] = kind
+    key = str((self.fn.__name__, self.fn.__module__, signature, constants, attributes, options))
+    if key in SEEN:
+        return
+    SEEN.add(key)
+    name = f"{LABEL:22s} {self.fn.__name__:12s}"
+    try:
+        source = ASTSource(self, signature, constexprs=constants, attrs=attributes)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    except Exception as error:
+        BAD.append(name)
+        print(f"{name} FAILED {error!r} {error.__cause__!r}"[:1500])
+        return
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([DUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.findall(rf"{what}:(\d+)", usage)[-1]) for what in ("REG", "STACK"))
+    if made.metadata.shared > SHARED:
+        BAD.append(name)
+    print(f"{name} registers {registers:3d}  stack {stack:3d}  shared {made.metadata.shared:6d}", flush=True)
+
+
+def under(label: str, call: Callable[..., object], *arguments: Any, **options: Any) -> None:
+    global LABEL
+    LABEL = label
+    call(*arguments, **options)
+
+
+def empty(*shape: int, dtype: torch.dtype = BF) -> Tensor:
+    return torch.empty(shape, dtype=dtype)  # never touched: it takes no memory
+
+
+def weight(*shape: int, format: Any = None) -> Weight:
+    return Weight(*shape, dtype=BF, format=format).requires_grad_(False)
+
+
+def rows(lens: list[int]) -> Rows:
+    count = len(lens)
+    starts, past, slots, pages = (
+        torch.empty(shape, dtype=torch.int32) for shape in ((count + 1,), (count,), (count,), (count, 72))
+    )
+    return Rows(tuple(lens), starts, past, slots, pages)
+
+
+def mamba() -> None:
+    decays = (*(empty(64, dtype=F32) for _ in range(3)), (0.0, float("inf")))
+    taps, tail = (empty(6144, 4), empty(6144)), (empty(4096), 8, 1e-5)
+    for count in (1, 8, 64):
+        ring, numbers = empty(count + 1, 4, 6208), torch.zeros(count, dtype=torch.int32)
+        layer = *taps, *decays
+        for dtype in (F32, F16):
+            states = empty(count + 1, 3, 6144), empty(count + 1, 64, 64, 128, dtype=dtype)
+            one, few = (empty(count, 10304), rows([1] * count)), (empty(4 * count, 10304), rows([4] * count))
+            under(f"step {count}", ssm.mamba_step, one[0], *layer, *tail, *states, one[1], True)
+            under(f"verify {count}", ssm.mamba_verify, few[0], *layer, *tail, *states, ring, few[1])
+            under(f"replay {count}", ssm.mamba_replay, *layer, 8, *states, ring, numbers, numbers, numbers, True)
+    for lens in ([700], [300, 300]):
+        tokens, batch = sum(lens), rows(lens)
+        projected, state = empty(tokens, 10304), empty(3, 64, 64, 128, dtype=F32)
+        under(f"conv {lens}", conv.causal_conv, projected[:, 4096:10240], *taps, empty(3, 3, 6144), batch)
+        x, B, C = empty(tokens, 6144).split([4096, 1024, 1024], -1)
+        x, B, C = x.unflatten(1, (64, 64)), B.unflatten(1, (8, 128)), C.unflatten(1, (8, 128))
+        under(f"scan {lens}", scan.ssd_scan, x, projected[:, -64:], B, C, *decays, 128, state, batch)
+
+
+def attend() -> None:
+    for dtype in (BF, E4M3):
+        cache = empty(2, 200, 16, 2, 128, dtype=dtype)
+        for lens in ([1], [1] * 64, [4], [8] * 4, [700]):
+            batch, tokens, label = rows(lens), sum(lens), f"attention {lens[0]} x {len(lens)}"
+            k = empty(tokens, 2, 128)
+            under(label, attention.kv_write, k, k, cache, batch, 0.5, 0.5)
+            under(label, attention.attention, empty(tokens, 32, 128), cache, batch, 0.5, 0.5)
+    q, k, cache = empty(32, 32, 128), empty(32, 8, 128), empty(2, 200, 16, 8, 128)
+    for sinks in (None, empty(32, dtype=F32)):
+        under("blocks", attention.block_attention, q, k, k, cache, rows([16, 16]), False, None, sinks)
+
+
+def products() -> None:
+    for count in (1, 2, 8, 16, 64):
+        for size, k in ((10304, 2688), (2688, 4096), (256, 2688), (131072, 2688)):
+            x, plain, eight, four = empty(count, k), *(weight(size, k, format=f) for f in (None, FP8(), NVFP4()))
+            if count <= linear.NARROW_ROWS:
+                under(f"{count} x {size}", linear.linear, x, plain)
+            under(f"{count} x {size} fp8", linear.linear_fp8, x, eight)
+            under(f"{count} x {size} nvfp4", nvfp4.linear_nvfp4, x, four, F32)
+    gate = empty(128, 2688, dtype=F32), empty(128, dtype=F32)
+    shapes = (128, 1856, 2688), (128, 2688, 1856), (3712, 2688), (2688, 3712)
+    dense, packed = ([weight(*shape, format=form) for shape in shapes] for form in (None, NVFP4()))
+    for count in (1, 2, 8, 16, 64, 256, 600, 3000):
+        x, ids, scores = empty(count, 2688), empty(count, 6, dtype=torch.int64), empty(count, 6, dtype=F32)
+        if count <= moe.ROUTE_ROWS:
+            under(f"route {count}", moe.route, x, *gate, 6, 1, 1, True, 2.5)
+        if count <= moe.DENSE_ROWS:
+            under(f"experts {count}", moe.moe, x, ids, scores, *dense)
+        else:
+            under(f"experts {count}", moe.experts, x, ids, scores, *dense[:2])
+        if count <= 256:
+            under(f"experts {count} nvfp4", nvfp4.experts_nvfp4, x, ids, scores, *packed[:2])
+    under("decoded nvfp4", nvfp4.decoded, packed[0])
+
+
+def rest() -> None:
+    for count in (1, 8, 64, 256):
+        x, logits = empty(count, 2688), empty(count, 131072, dtype=F32)
+        under(f"norms {count}", norm.add_rms_norm, x, x, empty(2688), 1e-5)
+        floats, ints = empty(count, 6, dtype=F32), empty(count, 2, dtype=torch.int64)
+        k, seeds = ints[:, 0], ints[:, 1]
+        columns = floats[:, 0], k, floats[:, 1], floats[:, 2], seeds, seeds.contiguous()
+        under(f"sample {count}", sample.sample, logits, *columns)
+
+
+if __name__ == "__main__":
+    JITFunction.run = compiled
+    for part in (mamba, attend, products, rest):
+        part()
+    print(f"{len(SEEN)} kernels, {len(BAD)} of them bad: {BAD}")
+    sys.exit(bool(BAD))
