@@ -342,10 +342,10 @@ class Scheduler:
         sequence.marks = self._marks(sequence, hit)
         if sequence.queued is None:
             sequence.queued = time.monotonic() - request.arrival
-        if len(sequence.tokens) == sequence.prompt_len:
-            sequence.cached = hit.length
             kind = "none" if not hit.length else "host" if hit.far_slot else "device"
             self._stats.hits[kind] = self._stats.hits.get(kind, 0) + 1
+        if len(sequence.tokens) == sequence.prompt_len:
+            sequence.cached = hit.length
         plan.admits.append(
             Admit(
                 slot=slot,

@@ -158,7 +158,7 @@ def vector(
     shape: tuple[int, int, int] = (4, 2048, 8),
     factor: Tensor | None = None,
 ) -> Tensor:
-    """x [1, K] @ matrix [N, K]^T, times `factor` [], then relu^2 if `square`; shape: rows and columns of a tile, warps."""
+    """x [1, K] @ matrix [N, K]^T, times `factor` [], then relu^2 if `square`; shape: the tile, and its warps."""
     size, k = matrix.shape
     block_n, block_k, warps = shape
     out = torch.empty(1, size, dtype=dtype or x.dtype, device=x.device)
