@@ -110,5 +110,6 @@ def test_a_context_of_8_bit_floats_is_read_as_it_is() -> None:
     rows = Rows((3,), torch.tensor([0, 3], dtype=torch.int32), torch.tensor([6], dtype=torch.int32))
     rows.pages = torch.tensor([[2, 1]], dtype=torch.int32)
     q, k, v = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
-    found, expected = (ops.block_attention(q, k, v, c, rows, False, None, None) for c in (stored, stored.float()))
+    with ops.using("reference"):  # of the backends, one may do only one of the two
+        found, expected = (ops.block_attention(q, k, v, c, rows, False, None, None) for c in (stored, stored.float()))
     assert torch.equal(found, expected)
