@@ -80,9 +80,9 @@ class Sampler:
             self.stops = torch.cat([self.stops, self.stops.new_full((len(self.stops), missing), -1)], dim=1)
         width = self.stops.shape[1]
         stops = [[*a.stop_ids, *[-1] * (width - len(a.stop_ids))] for a in admits]
-        self.stops[slots] = torch.tensor(stops, device=self._device)
+        self.stops[slots] = upload(stops, self._device)
         open_at = [0 if a.params.grammar is not None else a.prompt_len + a.params.min_tokens for a in admits]
-        self._open_at[slots] = torch.tensor(open_at, device=self._device)
+        self._open_at[slots] = upload(open_at, self._device)
 
     def _admit_one(self, a: Admit) -> None:
         params, slot = a.params, a.slot
@@ -146,14 +146,18 @@ class Sampler:
         if allowed is None and self.plain(rows):
             of = torch.from_numpy(np.repeat(np.arange(len(rows)), drafts + 1)).to(self._device, non_blocking=True)
             tokens = self.draw(slots[of], positions, logits)[places]
-            if self.decree is not None:
-                kept = self.decree.kept(slots, begins - 1)[:, None]
-                tokens = _decreed(tokens, guesses, kept)
+            tokens = self.decided(slots, tokens, guesses, begins)
         else:
             tokens = self._walk(rows, slots, positions, logits, allowed, grid, guesses, running)
         kept, counts, newest, *_ = self.accept(slots, tokens, guesses, before, begins)
         self.last[slots] = newest
         return Drawn(kept, counts.long() - 1, self._values(rows, places, logits, tokens))
+
+    def decided(self, slots: Tensor, tokens: Tensor, guesses: Tensor, positions: Tensor) -> Tensor:
+        """tokens [R, width + 1] as drawn, or as the decree has it, if there is one; positions [R]: of the first."""
+        if self.decree is None or not guesses.shape[1]:
+            return tokens
+        return _decreed(tokens, guesses, self.decree.kept(slots, positions - 1)[:, None])
 
     def accept(
         self, slots: Tensor, tokens: Tensor, guesses: Tensor, before: Tensor, positions: Tensor
