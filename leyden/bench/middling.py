@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from leyden.config.drafter import DrafterConfig
 from leyden.config.model import ModelConfig
+from leyden.model import draft_checkpoint
 from leyden.model.checkpoint import build, dummy, save
+from leyden.model.drafters import DrafterNetwork
 
 CONFIG: dict[str, Any] = {
     "model_type": "nemotron_h",
@@ -65,3 +68,41 @@ def write(folder: Path, seed: int = 0, **overrides: Any) -> ModelConfig:
     dummy(model, seed)
     save(model, folder)
     return config
+
+
+def drafter(folder: Path, target: ModelConfig, method: str, seed: int = 0, device: str = "cpu") -> Path:
+    """Write a random drafter, dflash or dspark, as the releases have them, with the target's embeddings.
+
+    Six layers that see six of the target's; attention as wide as the target's, MLPs 16/7 of its hidden size.
+    """
+    layers, hidden = target.num_hidden_layers, target.hidden_size
+    dspark = method == "dspark"
+    keys: dict[str, Any] = {
+        "architectures": ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"],
+        "vocab_size": target.vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 16 // 7 // 32 * 32,
+        "num_hidden_layers": 6,
+        "num_attention_heads": target.num_attention_heads,
+        "num_key_value_heads": target.num_key_value_heads,
+        "head_dim": target.head_dim,
+        "mask_token_id": target.vocab_size - 1,
+        "target_layer_ids": sorted({layers * i // 6 + layers // 12 for i in range(6)}),
+        "layer_types": ["sliding_attention" if dspark else "full_attention"] * 6,
+        "sliding_window": 1024 if dspark else None,
+        "rope_theta": 1e4,
+        "block_size": 8,
+        "attention_sink_bias": dspark,
+        "dflash_config": {"causal": dspark},
+        "markov_rank": 512 if dspark else 0,
+    }
+    network = DrafterNetwork(DrafterConfig.from_dict(keys), torch.bfloat16, device)
+    del network.embed_tokens
+    random = torch.Generator(device).manual_seed(seed)
+    for name, parameter in network.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.fill_(1)
+        else:
+            parameter.data.uniform_(-0.035, 0.035, generator=random)
+    draft_checkpoint.save(network, folder)
+    return folder

@@ -45,9 +45,7 @@ class Runner:
         self.recorded_steps = 0
         self.verify_seconds = 0.0  # of steps with drafts, on the host
         self.graphs = graphs(model, pool, sampler, capture_sizes)
-        self.draft_graphs = (
-            draft_graphs(model, pool, sampler, self.drafting, capture_sizes) if self.drafting else None
-        )
+        self.draft_graphs = draft_graphs(model, pool, sampler, self.drafting, capture_sizes) if self.drafting else None
 
     @torch.inference_mode()
     def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None] = lambda rows: None) -> "StepOutput":

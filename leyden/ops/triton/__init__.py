@@ -1,10 +1,12 @@
 """The kernels for CUDA, in Triton: importing this module registers them."""
 
 from leyden import ops
-from leyden.ops.triton import attention, conv, linear, moe, norm, nvfp4, sample, scan, ssm, table
+from leyden.ops.triton import attention, conv, draft, linear, moe, norm, nvfp4, sample, scan, ssm, table
 
 for _op, _kernel in (
     (ops.begin, table.begin),
+    (ops.begin_drafts, draft.begin_drafts),
+    (ops.accept, draft.accept),
     (ops.take, table.take),
     (ops.put, table.put),
     (ops.embed, linear.embed),

@@ -13,20 +13,24 @@ from leyden.ops.triton.launch import OPTIONS, release, wait
 def _convolve(
     x, weight, bias, state, starts, ends, past, slots, out, x_stride, state_stride, C,
     REACH: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, MOVE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    RING: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_T tokens of one row, BLOCK_C channels. Who has a row's first tokens also moves its window (MOVE): nobody
-    else reads that."""
+    else reads that. RING: x has so many tokens for each slot, of which `ends` says how many count."""
     first, row = tl.program_id(0) * BLOCK_T, tl.program_id(1)
     c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_c = c < C
     t = first + tl.arange(0, BLOCK_T)
     wait()
     release()
-    start = tl.load(starts + row)
-    length = tl.load(ends + row) - start
+    if RING:
+        start, length = row * RING, tl.load(ends + row)
+        read = tl.load(slots + row).to(tl.int64) * RING
+    else:
+        start = tl.load(starts + row)
+        length, read = tl.load(ends + row) - start, start.to(tl.int64)
     if first < length:
-        line = x + start.to(tl.int64) * x_stride
+        line = x + read * x_stride
         window, fresh = state, True
         if STATE:
             window += tl.load(slots + row).to(tl.int64) * state_stride
@@ -79,12 +83,15 @@ def convolve(
     slots: Tensor | None,
     longest: int,
     move: bool = True,
+    ring: bool = False,
 ) -> Tensor:
     """causal_conv of the tokens starts[r] .. ends[r] - 1 of x for each row r; what is between the rows stays undefined.
 
-    move: whether the states move on; if not, they are only read.
+    move: whether the states move on; if not, they are only read. ring: x has `longest` tokens for each slot, of which
+    the first ends[r] are those of the row; the result has as many for each row.
     """
     (count, channels), reach = x.shape, weight.shape[1] - 1
+    count = len(ends) * longest if ring else count
     assert x.stride(1) == 1 and weight.is_contiguous() and (state is None or state[0].is_contiguous())
     out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
     if count and longest:
@@ -94,7 +101,8 @@ def convolve(
         _convolve[grid](
             x, weight, bias, state, starts, ends, past, slots, out,
             x.stride(0), 0 if state is None else state.stride(0), channels,
-            reach, triton.next_power_of_2(reach), bias is not None, state is not None, move, block_t, block_c,
+            reach, triton.next_power_of_2(reach), bias is not None, state is not None, move, longest if ring else 0,
+            block_t, block_c,
             num_warps=4, **OPTIONS,
         )  # fmt: skip
     return out

@@ -181,11 +181,12 @@ def _advance(
     x, B, C, dt, A_log, D, dt_bias, ssm_state, starts, ends, past, slots, y,
     x_stride, B_stride, C_stride, dt_stride, ssm_stride, dt_low, dt_high,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-    ONE: tl.constexpr, MOVE: tl.constexpr, OUT: tl.constexpr, DITHER: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ONE: tl.constexpr, MOVE: tl.constexpr, OUT: tl.constexpr, DITHER: tl.constexpr, RING: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The recurrence over the tokens of one row (ONE: it has one), for BLOCK_P rows of one head's state. MOVE: the
-    state is stored in the end; OUT: so is what each token reads from it."""
+    state is stored in the end; OUT: so is what each token reads from it. RING: dt has so many tokens for each slot, x,
+    B and C for each row, and `ends` says how many of them count."""
     row, head = tl.program_id(1), tl.program_id(0) // PARTS
     group = head // (HEADS // GROUPS)
     p = tl.program_id(0) % PARTS * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -203,7 +204,11 @@ def _advance(
     state = old.to(tl.float32)
     first = row
     end = row + 1
-    if not ONE:
+    if RING:
+        first = row * RING
+        end = first + tl.load(ends + row)
+        dt += (slot - row) * RING * dt_stride
+    elif not ONE:
         first, end = tl.load(starts + row), tl.load(ends + row)
     for token in range(first, end):
         at = tl.full((), 0, dtype=tl.int64) + token
@@ -338,12 +343,10 @@ def mamba_replay(
     dither: bool = False,
 ) -> None:
     """See ops.mamba_replay. Nobody waits for anything here: the counts stay on the device."""
-    longest, device = ring.shape[1], ring.device
-    inputs = ring[slots].flatten(0, 1)
-    starts = torch.arange(0, len(inputs), longest, dtype=torch.int32, device=device)
+    inputs = ring.view(-1, ring.shape[2])
     _mixed(
         inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state,
-        starts, starts + counts.int(), past, slots, longest, out=False, dither=dither,
+        counts, counts, past, slots, ring.shape[1], out=False, dither=dither, ring=True,
     )  # fmt: skip
 
 
@@ -367,12 +370,14 @@ def _mixed(
     out: bool = True,
     dither: bool = False,
     shape: tuple[int, int, int] | None = None,
+    ring: bool = False,
 ) -> Tensor:
-    """Convolution and recurrence of [xBC, dt] -> y [T, inner], if `out`; the states of the rows move on, if `move`."""
+    """Convolution and recurrence of [xBC, dt] -> y [T, inner], if `out`; the states of the rows move on, if `move`.
+    ring: the tokens are those of the slots, see convolve()."""
     _, heads, dim, n = ssm_state.shape
     inner, width = heads * dim, groups * n
     xBC = convolve(
-        inputs[:, : inner + 2 * width], conv_weight, conv_bias, conv_state, starts, ends, past, slots, longest, move
+        inputs[:, : inner + 2 * width], conv_weight, conv_bias, conv_state, starts, ends, past, slots, longest, move, ring
     )
     x, B, C = xBC.split([inner, width, width], dim=-1)
     dt = inputs[:, inner + 2 * width :]
@@ -386,7 +391,7 @@ def _mixed(
             x.stride(0), B.stride(0), C.stride(0), dt.stride(0), ssm_state.stride(0), dt_limit[0],
             min(dt_limit[1], 3e38),
             heads, dim, n, groups, parts, longest == 1 and out, move, out,
-            dither and ssm_state.dtype == torch.float16, block_p, triton.next_power_of_2(n),
+            dither and ssm_state.dtype == torch.float16, longest if ring else 0, block_p, triton.next_power_of_2(n),
             num_warps=warps, maxnreg=registers, **OPTIONS,
         )  # fmt: skip
     return y
