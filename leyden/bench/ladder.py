@@ -179,11 +179,10 @@ class Ladder:
             kept.append(tokens / batch / len(seconds))
             rates.append(batch * kept[-1] / step)
             if self.probe and before and self._each == 1:
-                speed = (before + self.probe.bandwidth()) / 2
-                speeds.append(speed)
-                shares.append(floor / speed / step)
-        middle = (median(shares), median(speeds)) if shares else (None, None)
-        return Cell(batch, context, median(rates), *middle, median(kept))
+                speeds.append((before + self.probe.bandwidth()) / 2)
+                shares.append(floor / speeds[-1] / step)
+        share, speed = (median(shares), median(speeds)) if shares else (None, None)
+        return Cell(batch, context, median(rates), share, speed, median(kept))
 
     def prefill(self, tokens: int, repeats: int) -> float:
         """Tokens of a prompt read per second, its first token sampled."""

@@ -178,7 +178,7 @@ class DraftGraphs:
         count, drafts, here, device = *form[:2], len(rows), made.logits.device
         slots = self._slots[:here].long()
         at = np.concatenate([np.arange(row.drafts + 1) + i * (drafts + 1) for i, row in enumerate(rows)])
-        places = slice(None) if len(at) == len(made.logits) else upload(at, device)
+        places = slice(None) if len(at) == len(made.logits) else upload(at.tolist(), device)
         drawn = self._sampler.sample(rows, slots, made.places[places], made.logits[places], allowed)
         if form not in self._given:
             grid = torch.zeros(count, drafts + 1, dtype=torch.int64, device=device)

@@ -12,7 +12,6 @@ _NUMBERS = 2**16
 _APART = 4099  # how far the numbers of two slots are apart
 
 
-
 class Synthetic:
     """rates: how often the first 1, 2, ... drafts are kept, none above the one before."""
 

@@ -1,6 +1,6 @@
 """Checks every CUDA kernel against its reference, then times kernels and whole decode steps on real shapes.
 
-usage: python3 runs/h200/check_and_time.py [SECTION ...]      (without arguments those of USUAL; under 200 seconds)
+usage: python3 runs/h200/check_and_time.py [SECTION ...]      (without arguments those of USUAL; some seven minutes)
 
 Fresh random inputs each time; weights of 23 layers in rotation, so that nothing is measured out of the L2 cache; each
 figure is a CUDA graph replayed. A section that fails prints its error and the next one runs. With $OUT set, the results
@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import compare
+import speculation
 import torch
 from compare import error, stored, wide
 from torch import Tensor
@@ -933,16 +934,24 @@ def time_attention() -> None:
         torch.cuda.empty_cache()
 
 
+def speculate() -> None:
+    """Steps with drafts as graphs: see speculation.py. The model of the other sections makes room."""
+    MODEL.clear()
+    speculation.texts("cuda", say, verdict)
+    speculation.speeds("cuda", say, record, (None, "nvfp4"), True, show)
+
+
 SECTIONS = {
     "info": (info, 30), "check": (check, 80), "build": (build, 30), "bisect": (bisect, 40), "whole": (whole, 40),
     "halves": (halves, 30), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 30),
     "engine": (engine, 60), "guesses": (guesses, 30), "sample": (time_sample, 30),
     "mamba": (time_mamba, 50), "moe": (time_moe, 100), "linear": (time_linear, 80), "pdl": (without_pdl, 30),
     "small": (time_small, 40), "attention": (time_attention, 40), "four": (four, 60),
+    "speculation": (speculate, 150),
 }  # fmt: skip
 USUAL = (
     "info", "check", "build", "whole", "halves", "prefill", "parts", "kernels", "engine", "guesses", "sample", "mamba",
-    "moe", "four",
+    "moe", "four", "speculation",
 )  # fmt: skip
 
 
@@ -955,7 +964,7 @@ def main(names: list[str]) -> None:
     for name, (section, limit) in SECTIONS.items():
         if name not in (*(names or USUAL), "info", "build"):
             continue
-        left = 300 - (time.monotonic() - START)
+        left = 540 - (time.monotonic() - START)
         if left < 10:
             say(f"== {name}: no time left")
             continue

@@ -27,7 +27,7 @@ from leyden.formats import Weight
 from leyden.formats.fp8 import FP8
 from leyden.formats.nvfp4 import NVFP4
 from leyden.ops.rows import Rows
-from leyden.ops.triton import attention, conv, linear, moe, norm, nvfp4, sample, scan, ssm
+from leyden.ops.triton import attention, conv, draft, linear, moe, norm, nvfp4, sample, scan, ssm
 
 SHARED = 232_448  # bytes that a program can have
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -165,6 +165,11 @@ def rest() -> None:
         floats, ints = empty(count, 6, dtype=F32), empty(count, 2, dtype=torch.int64)
         k, seeds = ints[:, 0], ints[:, 1]
         columns = floats[:, 0], k, floats[:, 1], floats[:, 2], seeds, seeds.contiguous()
+        slots, ids = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int64)
+        for width in (1, 3, 7):
+            drawn = torch.zeros(count, width + 1, dtype=torch.int64)
+            under(f"drafts {count} x {width}", draft.begin_drafts, slots, ids, drawn, slots, width)
+            under(f"accept {count} x {width}", draft.accept, drawn, drawn[:, :-1], ids, drawn[:, 0], drawn, ids)
         under(f"sample {count}", sample.sample, logits, *columns)
 
 

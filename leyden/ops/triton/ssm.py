@@ -376,9 +376,8 @@ def _mixed(
     ring: the tokens are those of the slots, see convolve()."""
     _, heads, dim, n = ssm_state.shape
     inner, width = heads * dim, groups * n
-    xBC = convolve(
-        inputs[:, : inner + 2 * width], conv_weight, conv_bias, conv_state, starts, ends, past, slots, longest, move, ring
-    )
+    convolved = inputs[:, : inner + 2 * width]
+    xBC = convolve(convolved, conv_weight, conv_bias, conv_state, starts, ends, past, slots, longest, move, ring)
     x, B, C = xBC.split([inner, width, width], dim=-1)
     dt = inputs[:, inner + 2 * width :]
     y = torch.empty(len(inputs), inner, dtype=inputs.dtype, device=inputs.device) if out else inputs
