@@ -194,6 +194,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("leyden bench ladder", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("model", nargs="?", help="folder of a checkpoint (default: random weights, 1.6 billion)")
     parser.add_argument("--release", action="store_true", help="random weights of a release's size, 30 billion")
+    parser.add_argument(
+        "--layout", choices=["bf16", "nvfp4"], default="bf16", help="formats of random weights, as released"
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to measure")
     parser.add_argument("--sample", action="store_true", help="draw with temperature 1 and top_p 0.95")
     parser.add_argument("--mamba-ssm-cache-dtype", default="auto", help="float32, float16 or bfloat16")
@@ -218,7 +221,7 @@ def main(argv: Sequence[str]) -> int:
         sizes = middling.RELEASE if given.release else {}
         if drafts.get("method") == "mtp":
             sizes = sizes | {"num_nextn_predict_layers": 1}
-        folder = resolve(given.model) if given.model else middling.describe(Path(made), **sizes)
+        folder = resolve(given.model) if given.model else middling.describe(Path(made), given.layout, **sizes)
         if drafts.get("method") in ("dflash", "dspark") and "model" not in drafts:
             target = ModelConfig.from_folder(folder)
             drafts["model"] = str(middling.drafter(Path(made) / "drafter", target, drafts["method"], 0, given.device))

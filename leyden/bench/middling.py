@@ -12,8 +12,11 @@ import torch
 
 from leyden.config.drafter import DrafterConfig
 from leyden.config.model import ModelConfig
+from leyden.formats import Dense, Format, scheme
+from leyden.formats.fp8 import FP8
+from leyden.formats.nvfp4 import NVFP4
 from leyden.model import draft_checkpoint
-from leyden.model.checkpoint import build, dummy, save
+from leyden.model.checkpoint import build, dummy, each, matrices, save
 from leyden.model.drafters import DrafterNetwork
 
 CONFIG: dict[str, Any] = {
@@ -53,11 +56,25 @@ RELEASE: dict[str, Any] = {
 }
 
 
-def describe(folder: Path, **overrides: Any) -> Path:
-    """Write config.json alone: what a start with dummy weights needs."""
+def describe(folder: Path, layout: str = "bf16", **overrides: Any) -> Path:
+    """Write config.json alone: what a start with dummy weights needs. layout: bf16, or nvfp4 as mixed() has it."""
+    keys = CONFIG | overrides
+    if layout == "nvfp4":
+        keys["quantization_config"] = mixed(ModelConfig.from_dict(keys, {}))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | overrides, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
     return folder
+
+
+def mixed(config: ModelConfig) -> dict[str, Any] | None:
+    """The quantization_config of the NVFP4 releases: experts, shared experts and head NVFP4, Mamba projections FP8."""
+    formats: dict[str, Format] = {}
+    for name, weight in matrices(build(config, torch.bfloat16, "meta")):
+        format: Format = FP8() if name.endswith(("in_proj", "out_proj")) else Dense()
+        if "experts." in name or name == "lm_head":
+            format = NVFP4()
+        formats |= dict.fromkeys(each(name, weight), format)
+    return scheme.describe(formats)
 
 
 def write(folder: Path, seed: int = 0, **overrides: Any) -> ModelConfig:

@@ -30,6 +30,8 @@ from compare import error, stored, wide
 from torch import Tensor
 
 from leyden import ops
+from leyden.bench import kernels as table_of
+from leyden.bench.kernels import graph, replay
 from leyden.cache.pool import Pool, PoolShape
 from leyden.config.model import ModelConfig
 from leyden.formats.fp8 import FP8
@@ -73,36 +75,6 @@ def record(name: str, value: object) -> None:
     RESULTS[name] = value
     if out := os.environ.get("OUT"):
         Path(out, "results.json").write_text(json.dumps(RESULTS, indent=1))
-
-
-def graph(run: Callable[[], object], prepare: int = 2) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(prepare):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    made = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(made):
-        run()
-    return made
-
-
-def replay(made: torch.cuda.CUDAGraph, warm: int = 3, timed: int = 10, rounds: int = 3) -> float:
-    """Milliseconds of one replay: median of `rounds`."""
-    for _ in range(warm):
-        made.replay()
-    times = []
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(timed):
-            made.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / timed)
-    return sorted(times)[len(times) // 2]
 
 
 def each(name: str, runs: Sequence[Callable[[], object]], bytes_each: float = 0) -> float:
@@ -473,6 +445,7 @@ def show(run: Callable[[], object], name: str, most: int = 12) -> None:
 
 
 def kernels() -> None:
+    """What a step launches; each op by itself, in the formats of both releases."""
     for count, dtype in ((1, torch.float32), (64, torch.float16), (256, torch.float16)):
         step = Step(count, ssm_dtype=dtype)
         made = graph(step)
@@ -480,6 +453,15 @@ def kernels() -> None:
         torch.cuda.synchronize()
         show(made.replay, f"step of {count} rows")
         del made, step
+        torch.cuda.empty_cache()
+    roof = table_of.Roof.measured("cuda", BF)
+    for mixed in (False, True):
+        whole = table_of.bench("cuda", True, mixed, 1024)
+        found = [line for count in (1, 8, 64) for line in table_of.measure(whole.at(count), roof)]
+        say(table_of.table(found, roof))
+        for line in found:
+            record(f"op {line.op} {line.batch} {'nvfp4' if mixed else 'bf16'}", line.us)
+        del whole
         torch.cuda.empty_cache()
 
 
@@ -938,12 +920,12 @@ def speculate() -> None:
     """Steps with drafts as graphs: see speculation.py. The model of the other sections makes room."""
     MODEL.clear()
     speculation.texts("cuda", say, verdict)
-    speculation.speeds("cuda", say, record, (None, "nvfp4"), True, show)
+    speculation.speeds("cuda", say, record, ("bf16", "nvfp4"), True, show)
 
 
 SECTIONS = {
     "info": (info, 30), "check": (check, 80), "build": (build, 30), "bisect": (bisect, 40), "whole": (whole, 40),
-    "halves": (halves, 30), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 30),
+    "halves": (halves, 30), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 60),
     "engine": (engine, 60), "guesses": (guesses, 30), "sample": (time_sample, 30),
     "mamba": (time_mamba, 50), "moe": (time_moe, 100), "linear": (time_linear, 80), "pdl": (without_pdl, 30),
     "small": (time_small, 40), "attention": (time_attention, 40), "four": (four, 60),
