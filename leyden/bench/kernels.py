@@ -198,19 +198,21 @@ class Bench:
         norm = self.model.backbone.norm_f
         pairs = [(self.normal(batch, hidden), self.normal(batch, hidden)) for _ in range(8)]
         calls: list[Callable[[], object]] = [partial(ops.add_rms_norm, *pair, norm.weight, norm.eps) for pair in pairs]
-        yield Case("add_rms_norm", calls, 4 * batch * hidden * wide, 0, layers)
+        yield Case("add_rms_norm", calls, 4 * batch * hidden * wide, 0, layers - count["E"])
 
         yield self.product("in_proj", [m.in_proj for m in mamba], count["M"])
         yield from self.mamba(mamba[0], count["M"])
         yield self.product("out_proj", [m.out_proj for m in mamba], count["M"])
 
-        yield self.product("q_proj", [m.q_proj for m in attention], count["*"])
-        yield self.product("k_proj, v_proj", [w for m in attention for w in (m.k_proj, m.v_proj)], 2 * count["*"])
         cache, kv = self.pool.kv, (config.num_key_value_heads, config.head_dim)
-        k, q = self.normal(batch, *kv), self.normal(batch, config.num_attention_heads, config.head_dim)
+        x, q = self.normal(batch, hidden), self.normal(batch, config.num_attention_heads, config.head_dim)
         turns = [(cache[turn % len(cache)], self.rows(turn % self.turns)) for turn in range(2 * len(cache))]
         one = 2 * batch * kv[0] * kv[1] * wide
-        yield Case("kv_write", [partial(ops.kv_write, k, k, *turn) for turn in turns], 2 * one, 0, count["*"])
+        matrices = [(m.q_proj, m.k_proj, m.v_proj) for m in islice(cycle(attention), len(turns))]
+        calls = [partial(ops.qkv_write, x, *three, *turn) for three, turn in zip(matrices, turns, strict=True)]
+        size = sum(weight.shape[0] for weight in matrices[0])
+        moved = sum(map(_stored, matrices[0])) + batch * (hidden + size) * wide
+        yield Case("qkv_write", calls, moved, 2 * batch * hidden * size, count["*"])
         seen = one * (self.context + 1)
         flops = 4 * q.numel() * (self.context + 1)
         yield Case("attention", [partial(ops.attention, q, *turn) for turn in turns], seen, flops, count["*"])
@@ -252,15 +254,12 @@ class Bench:
         """The router, and the experts of other tokens each time."""
         config, batch, k = self.config, self.batch, self.config.num_experts_per_tok
         total, wide, x = config.n_routed_experts, self.dtype.itemsize, self.normal(self.batch, config.hidden_size)
-        gates = mixers[0].gate.weight.nbytes
-        turns = list(islice(cycle(mixers), _MOST // 2))
-        yield Case(
-            "route",
-            [partial(m.route, x) for m in turns],
-            gates + x.nbytes,
-            2 * batch * total * config.hidden_size,
-            each,
-        )
+        turns, norm = list(islice(cycle(mixers), _MOST // 2)), self.model.backbone.norm_f
+        sums: list[Callable[[], object]] = [
+            partial(ops.add_norm_route, x, x, norm.weight, norm.eps, *m._router) for m in turns
+        ]
+        moved = mixers[0].gate.weight.nbytes + 4 * x.nbytes
+        yield Case("add_norm_route", sums, moved, 2 * batch * total * config.hidden_size, each)
         calls: list[Callable[[], object]] = []
         touched = 0
         for mixer in turns:
@@ -379,7 +378,7 @@ def table(found: Sequence[Found], roof: Roof) -> str:
 
 _EXAMPLES = """examples:
   leyden bench kernels                                  everything, on the GPU if there is one
-  leyden bench kernels --ops moe,route --batch 1,2,4    the experts of few tokens
+  leyden bench kernels --ops moe,add_norm --batch 1,2,4    the experts of few tokens
   leyden bench kernels --layout nvfp4 --json            in 4 bits, for a program to read
 
 share is roof / us: 100 % cannot be had, 85 % is good. An op that is far below at batch 1 waits for something else than

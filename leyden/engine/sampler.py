@@ -47,8 +47,9 @@ class Sampler:
         self._open_at = torch.zeros(slots, dtype=torch.int64, device=device)
         self._budgets = Budgets(slots, vocab_size, device)
         self._banned = Banned(slots, device)
-        self._floats = torch.zeros(slots, len(_COLUMNS), device=device)
-        self._ints = torch.zeros(slots, 2, dtype=torch.int64, device=device)  # top_k, seed
+        # one table with two views, so that a step takes its rows once: the columns, then top_k and seed
+        self._table = torch.zeros(slots, len(_COLUMNS) // 2 + 2, dtype=torch.int64, device=device)
+        self._floats, self._ints = self._views(self._table)
         self._masks: dict[int, _Mask] = {}
         self._logprobs: dict[int, int] = {}  # slot -> k
         self._logprob_ids: dict[int, list[int]] = {}
@@ -245,9 +246,15 @@ class Sampler:
 
     def draw(self, slots: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         """int64 [S]: what temperature, min_p, top_k and top_p make of the logits."""
-        temperature, top_p, min_p = ops.take(self._floats, slots)[:, :3].unbind(-1)
-        top_k, seed = ops.take(self._ints, slots).unbind(-1)
+        floats, ints = self._views(ops.take(self._table, slots))
+        temperature, top_p, min_p = floats[:, :3].unbind(-1)
+        top_k, seed = ints.unbind(-1)
         return ops.sample(logits, temperature, top_k, top_p, min_p, seed, positions)
+
+    @staticmethod
+    def _views(table: Tensor) -> tuple[Tensor, Tensor]:
+        """(fp32 [R, columns], int64 [R, 2]) of rows of the table."""
+        return table[:, :-2].view(torch.float32), table[:, -2:]
 
     def plain(self, rows: list[Row]) -> bool:
         """Whether nothing but draw() decides over these rows, and nobody wants to know log-probabilities."""

@@ -27,7 +27,7 @@ from leyden.formats import Weight
 from leyden.formats.fp8 import FP8
 from leyden.formats.nvfp4 import NVFP4
 from leyden.ops.rows import Rows
-from leyden.ops.triton import attention, conv, draft, linear, moe, norm, nvfp4, sample, scan, ssm
+from leyden.ops.triton import attention, conv, draft, linear, moe, norm, nvfp4, qkv, sample, scan, ssm
 
 SHARED = 232_448  # bytes that a program can have
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -124,6 +124,8 @@ def mamba() -> None:
 def attend() -> None:
     for dtype in (BF, E4M3):
         cache = empty(2, 200, 16, 2, 128, dtype=dtype)
+        x, matrices = empty(1, 2688), [weight(size, 2688) for size in (4096, 256, 256)]
+        under("qkv", qkv.qkv_write, x, *matrices, cache, rows([1]), 0.5, 0.5)
         for lens in ([1], [1] * 64, [4], [8] * 4, [700]):
             batch, tokens, label = rows(lens), sum(lens), f"attention {lens[0]} x {len(lens)}"
             k = empty(tokens, 2, 128)
@@ -147,6 +149,8 @@ def products() -> None:
     dense, packed = ([weight(*shape, format=form) for shape in shapes] for form in (None, NVFP4()))
     for count in (1, 2, 8, 16, 64, 256, 600, 3000):
         x, ids, scores = empty(count, 2688), empty(count, 6, dtype=torch.int64), empty(count, 6, dtype=F32)
+        if count == 1:
+            under("sum and route", moe.add_norm_route, x, x, empty(2688), 1e-5, *gate, 6, 1, 1, True, 2.5)
         if count <= moe.ROUTE_ROWS:
             under(f"route {count}", moe.route, x, *gate, 6, 1, 1, True, 2.5)
         if count <= moe.DENSE_ROWS:

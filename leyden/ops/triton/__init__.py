@@ -1,7 +1,7 @@
 """The kernels for CUDA, in Triton: importing this module registers them."""
 
 from leyden import ops
-from leyden.ops.triton import attention, conv, draft, linear, moe, norm, nvfp4, sample, scan, ssm, table
+from leyden.ops.triton import attention, conv, draft, linear, moe, norm, nvfp4, qkv, sample, scan, ssm, table
 
 for _op, _kernel in (
     (ops.begin, table.begin),
@@ -16,6 +16,8 @@ for _op, _kernel in (
     (ops.add_rms_norm, norm.add_rms_norm),
     (ops.gated_norm, norm.gated_norm),
     (ops.route, moe.route),
+    (ops.add_norm_route, moe.add_norm_route),
+    (ops.qkv_write, qkv.qkv_write),
     (ops.experts, moe.experts),
     (ops.moe, moe.moe),
     (ops.causal_conv, conv.causal_conv),
