@@ -88,13 +88,25 @@ def write(folder: Path, seed: int = 0, **overrides: Any) -> ModelConfig:
 
 
 def drafter(folder: Path, target: ModelConfig, method: str, seed: int = 0, device: str = "cpu") -> Path:
-    """Write a random drafter, dflash or dspark, as the releases have them, with the target's embeddings.
+    """Write a random drafter, dflash or dspark, with the target's embeddings."""
+    network = DrafterNetwork(DrafterConfig.from_dict(drafter_keys(target, method)), torch.bfloat16, device)
+    del network.embed_tokens
+    random = torch.Generator(device).manual_seed(seed)
+    for name, parameter in network.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.fill_(1)
+        else:
+            parameter.data.uniform_(-0.035, 0.035, generator=random)
+    draft_checkpoint.save(network, folder)
+    return folder
 
-    Six layers that see six of the target's; attention as wide as the target's, MLPs 16/7 of its hidden size.
-    """
+
+def drafter_keys(target: ModelConfig, method: str) -> dict[str, Any]:
+    """The config.json of a drafter, dflash or dspark, in the proportions of the releases: six layers that see six of
+    the target's, attention as wide as the target's, MLPs 16/7 of its hidden size."""
     layers, hidden = target.num_hidden_layers, target.hidden_size
     dspark = method == "dspark"
-    keys: dict[str, Any] = {
+    return {
         "architectures": ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"],
         "vocab_size": target.vocab_size,
         "hidden_size": hidden,
@@ -113,13 +125,3 @@ def drafter(folder: Path, target: ModelConfig, method: str, seed: int = 0, devic
         "dflash_config": {"causal": dspark},
         "markov_rank": 512 if dspark else 0,
     }
-    network = DrafterNetwork(DrafterConfig.from_dict(keys), torch.bfloat16, device)
-    del network.embed_tokens
-    random = torch.Generator(device).manual_seed(seed)
-    for name, parameter in network.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.data.fill_(1)
-        else:
-            parameter.data.uniform_(-0.035, 0.035, generator=random)
-    draft_checkpoint.save(network, folder)
-    return folder

@@ -62,7 +62,7 @@ class CapturedDraftGraphs(DraftGraphs):
         return size, most, widest(self._pool, (longest + behind) // page + 1)
 
     def _tokens_slots(self, form: tuple[int, ...]) -> Tensor:
-        return self._slots[: form[0], None].expand(-1, form[1] + 1).flatten()
+        return self._slots[: form[0], None].expand(-1, form[1] + 1).contiguous().flatten()
 
     def _tables(self, form: tuple[int, ...]) -> Tensor:
         pages = ops.take(self._pool.tables[:, : form[2]], self._slots[: form[0]])

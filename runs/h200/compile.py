@@ -165,6 +165,11 @@ def products() -> None:
 def rest() -> None:
     for count in (1, 8, 64, 256):
         x, logits = empty(count, 2688), empty(count, 131072, dtype=F32)
+        if count < 64:
+            heads, angles = empty(count, 32, 128), empty(count, 64, dtype=F32)
+            under(f"rotate {count}", draft.rotate, heads, angles, angles)
+            wide, narrow = weight(6144, 2688), weight(2688, 6144)
+            under(f"swiglu {count}", draft.swiglu, x, wide, wide, narrow)
         under(f"norms {count}", norm.add_rms_norm, x, x, empty(2688), 1e-5)
         floats, ints = empty(count, 6, dtype=F32), empty(count, 2, dtype=torch.int64)
         k, seeds = ints[:, 0], ints[:, 1]

@@ -7,6 +7,8 @@ for _op, _kernel in (
     (ops.begin, table.begin),
     (ops.begin_drafts, draft.begin_drafts),
     (ops.accept, draft.accept),
+    (ops.rotate, draft.rotate),
+    (ops.swiglu, draft.swiglu),
     (ops.take, table.take),
     (ops.put, table.put),
     (ops.embed, linear.embed),

@@ -1,11 +1,13 @@
-"""Rows of drafts: what they start from, and how far they are right."""
+"""Rows of drafts: what they start from, and how far they are right; the small steps of a drafter network."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from leyden.formats import Weight
 from leyden.ops.triton.launch import OPTIONS, release, wait
+from leyden.ops.triton.linear import product
 
 _BLOCK = 1024
 
@@ -58,6 +60,39 @@ def _accept(
     tl.store(at + row, (first + accepted).to(tl.int32))
 
 
+@triton.jit
+def _rotate(
+    x, cos, sin, out, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One token, all of its heads."""
+    row = tl.program_id(0).to(tl.int64)
+    head, i = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK)
+    inside = (head < HEADS) & (i < HALF)[None, :]
+    cell = (row * HEADS + head) * (2 * HALF) + i[None, :]
+    wait()
+    release()
+    c = tl.load(cos + row * HALF + i, mask=i < HALF, other=0.0)[None, :]
+    s = tl.load(sin + row * HALF + i, mask=i < HALF, other=0.0)[None, :]
+    a = tl.load(x + cell, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x + cell + HALF, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + cell, (a * c - b * s).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + cell + HALF, (b * c + a * s).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated(gate, up, N, BLOCK: tl.constexpr):
+    """silu(gate) * up in the place of `up`, rounded as the reference rounds."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < N
+    wait()
+    release()
+    value = tl.load(gate + at, mask=inside, other=0.0)
+    wide = value.to(tl.float32)
+    opened = (wide * tl.sigmoid(wide)).to(value.dtype).to(tl.float32)
+    made = opened * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(up + at, made.to(value.dtype), mask=inside)
+
+
 def begin_drafts(
     slots: Tensor, last: Tensor, drafts: Tensor, committed: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -89,3 +124,23 @@ def accept(
             width, triton.next_power_of_2(width + 1), triton.next_power_of_2(stops.shape[1]), num_warps=1, **OPTIONS,
         )  # fmt: skip
     return kept, counts, newest, ends, at
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See ops.rotate."""
+    heads, dim = x.shape[-2:]
+    x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+    assert cos.shape == sin.shape == (*x.shape[:-2], dim // 2)
+    out = torch.empty_like(x)
+    if count := x.numel() // (heads * dim):
+        blocks = triton.next_power_of_2(heads), triton.next_power_of_2(dim // 2)
+        _rotate[(count,)](x, cos, sin, out, heads, dim // 2, *blocks, num_warps=4, **OPTIONS)
+    return out
+
+
+def swiglu(x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
+    """See ops.swiglu."""
+    opened, hidden = (product(x, weight.dense(), False, x.dtype) for weight in (gate, up))
+    if size := hidden.numel():
+        _gated[(triton.cdiv(size, _BLOCK),)](opened, hidden, size, _BLOCK, num_warps=4, **OPTIONS)
+    return product(hidden, down.dense(), False, x.dtype)

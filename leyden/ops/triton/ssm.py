@@ -226,20 +226,6 @@ def _advance(
         tl.store(tile, stored, mask=inside & (end > first))
 
 
-@triton.jit
-def _keep(inputs, ring, starts, ends, slots, stride, ring_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """What a token feeds to convolution and recurrence goes into the ring of its row's slot."""
-    i, row = tl.program_id(0), tl.program_id(1)
-    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    wait()
-    release()
-    token = tl.load(starts + row) + i
-    if token < tl.load(ends + row):
-        value = tl.load(inputs + token.to(tl.int64) * stride + at, mask=at < WIDTH)
-        target = ring + tl.load(slots + row).to(tl.int64) * ring_stride + i * WIDTH
-        tl.store(target + at, value, mask=at < WIDTH)
-
-
 def mamba_step(
     projected: Tensor,
     conv_weight: Tensor,
@@ -315,14 +301,8 @@ def mamba_verify(
     z, inputs, ends = projected[:, :inner], projected[:, inner:], rows.starts[1:]
     y = _mixed(
         inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state,
-        rows.starts, ends, rows.past, rows.slots, longest, move=False,
+        rows.starts, ends, rows.past, rows.slots, longest, move=False, kept=ring,
     )  # fmt: skip
-    if longest:
-        width = ring.shape[2]
-        _keep[(longest, len(rows.lens), triton.cdiv(width, 1024))](
-            inputs, ring, rows.starts, ends, rows.slots, inputs.stride(0), ring.stride(0), width, 1024,
-            num_warps=4, **OPTIONS,
-        )  # fmt: skip
     return gated_norm(y, z, norm_weight, groups, eps)
 
 
@@ -371,13 +351,14 @@ def _mixed(
     dither: bool = False,
     shape: tuple[int, int, int] | None = None,
     ring: bool = False,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Convolution and recurrence of [xBC, dt] -> y [T, inner], if `out`; the states of the rows move on, if `move`.
-    ring: the tokens are those of the slots, see convolve()."""
+    ring: the tokens are those of the slots; kept: they are left there; see convolve()."""
     _, heads, dim, n = ssm_state.shape
     inner, width = heads * dim, groups * n
     convolved = inputs[:, : inner + 2 * width]
-    xBC = convolve(convolved, conv_weight, conv_bias, conv_state, starts, ends, past, slots, longest, move, ring)
+    xBC = convolve(convolved, conv_weight, conv_bias, conv_state, starts, ends, past, slots, longest, move, ring, kept)
     x, B, C = xBC.split([inner, width, width], dim=-1)
     dt = inputs[:, inner + 2 * width :]
     y = torch.empty(len(inputs), inner, dtype=inputs.dtype, device=inputs.device) if out else inputs

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from leyden.formats import Weight
 from leyden.ops.reference import draft as reference
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch on CUDA; elsewhere install the dev extra")
@@ -35,3 +36,22 @@ def test_accept(device: str, width: int, ends: int):
     for one, other in zip(got, wanted, strict=True):
         assert torch.equal(one, other) and one.dtype == other.dtype
     assert width == 0 or int(got[1].max()) > 1
+
+
+@pytest.mark.parametrize("shape", [(5, 6, 16), (2, 3, 3, 10)])
+def test_rotate(device: str, shape: tuple[int, ...]):
+    torch.manual_seed(0)
+    x, (cos, sin) = torch.randn(shape, device=device), torch.randn(2, *shape[:-2], shape[-1] // 2, device=device)
+    torch.testing.assert_close(draft.rotate(x, cos, sin), reference.rotate(x, cos, sin))
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (2, 3, 40), (20, 40)])
+def test_swiglu(device: str, shape: tuple[int, ...]):
+    torch.manual_seed(0)
+    weights = []
+    for size in ((24, 40), (24, 40), (56, 24)):
+        made = Weight(*size, dtype=torch.float32).requires_grad_(False).to(device)
+        made.parts["weight"].normal_()
+        weights.append(made)
+    x = torch.randn(shape, device=device)
+    torch.testing.assert_close(draft.swiglu(x, *weights), reference.swiglu(x, *weights), atol=1e-4, rtol=1e-4)
