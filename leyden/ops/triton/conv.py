@@ -11,7 +11,7 @@ from leyden.ops.triton.launch import OPTIONS, release, wait
 
 @triton.jit
 def _convolve(
-    x, weight, bias, state, starts, ends, past, slots, out, kept, x_stride, state_stride, kept_stride, C,
+    x, weight, bias, state, starts, ends, past, slots, out, ring, x_stride, state_stride, ring_stride, C,
     REACH: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, MOVE: tl.constexpr,
     RING: tl.constexpr, KEPT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -48,13 +48,14 @@ def _convolve(
                     before = inside & (at < 0)[:, None] & (fresh == 0)
                     old = tl.load(window + (at + REACH)[:, None] * C + c[None, :], mask=before, other=0.0)
                     value = tl.where((at < 0)[:, None], old.to(value.dtype), value)
-            if KEPT and tap == REACH:
-                target = kept + tl.load(slots + row).to(tl.int64) * kept_stride + at[:, None] * KEPT
-                tl.store(target + c[None, :], value, mask=inside)
-                if tl.program_id(2) == 0:
-                    e = C + tl.arange(0, BLOCK_E)[None, :]
-                    more = (e < KEPT) & (at < length)[:, None]
-                    tl.store(target + e, tl.load(line + at[:, None] * x_stride + e, mask=more), mask=more)
+            if KEPT:  # noqa: SIM102
+                if tap == REACH:
+                    target = ring + tl.load(slots + row).to(tl.int64) * ring_stride + at[:, None] * KEPT
+                    tl.store(target + c[None, :], value, mask=inside)
+                    if tl.program_id(2) == 0:
+                        e = C + tl.arange(0, BLOCK_E)[None, :]
+                        more = (e < KEPT) & (at < length)[:, None]
+                        tl.store(target + e, tl.load(line + at[:, None] * x_stride + e, mask=more), mask=more)
             w = tl.load(weight + c * (REACH + 1) + tap, mask=in_c, other=0.0).to(tl.float32)
             acc += value.to(tl.float32) * w[None, :]
         made = (acc * tl.sigmoid(acc)).to(out.dtype.element_ty)
