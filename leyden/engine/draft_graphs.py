@@ -50,6 +50,11 @@ class _Outcome:
     ends: Tensor
     at: Tensor
 
+    @classmethod
+    def empty(cls, rows: int, drafts: int) -> "_Outcome":
+        grid, row = torch.zeros(rows, drafts + 1, dtype=torch.int64), torch.zeros(rows, dtype=torch.int32)
+        return cls(grid, grid, row, row.long(), row.clone(), row.clone())
+
 
 class DraftGraphs:
     """The recordings of one model with its pool, sampler and drafters, made when a form of step first comes up.
@@ -92,14 +97,19 @@ class DraftGraphs:
             outcome = self._outcomes[key]
             drawn = Drawn(outcome.kept.clone(), outcome.counts.long() - 1)
         else:
-            forward = ("forward", *form)
+            forward, key = ("forward", *form), ("after", *form, plan.drafter, plan.drafts)
+            if form not in self._given:
+                self._given[form] = _Outcome.empty(*form)
+            outcome = self._given[form]
+            # Both first: the sampler changes its tables and must not be asked again by who runs the model instead.
             if not self._record(forward, lambda: self._forward(forward, form).logits):
                 return None
-            drawn, outcome = self._judge(rows, form, self._passes[forward], constraints)
-            key = ("after", *form, plan.drafter, plan.drafts)
             if not self._record(key, lambda: self._after(key, form, self._passes[forward], outcome, plan)):
                 return None
             self._passes[key] = self._passes[forward]
+            self._programs[forward]()
+            drawn = self._judge(rows, form, self._passes[forward], outcome, constraints)
+            self._programs[key]()
         return drawn, self._drafted(key, form, outcome, plan)
 
     def _load(self, rows: list[Row]) -> tuple[int, int] | None:
@@ -139,7 +149,10 @@ class DraftGraphs:
             self._outcomes[key] = outcome
             return self._after(key, form, made, outcome, plan)
 
-        return key if self._record(key, step) else None
+        if not self._record(key, step):
+            return None
+        self._programs[key]()
+        return key
 
     def _forward(self, key: tuple[object, ...], form: tuple[int, int]) -> _Pass:
         count, drafts = form
@@ -154,24 +167,20 @@ class DraftGraphs:
         return self._passes[key]
 
     def _judge(
-        self, rows: list[Row], form: tuple[int, int], made: _Pass, allowed: Allowed | None
-    ) -> tuple[Drawn, _Outcome]:
+        self, rows: list[Row], form: tuple[int, int], made: _Pass, outcome: _Outcome, allowed: Allowed | None
+    ) -> Drawn:
         """The sampler's way from the logits to the outcome, which is put where the rest of the step reads it."""
         count, drafts = form
         slots = self._slots[:count].long()
         at = np.concatenate([np.arange(row.drafts + 1) + i * (drafts + 1) for i, row in enumerate(rows)])
         places = slice(None) if len(at) == len(made.logits) else torch.from_numpy(at)
         drawn = self._sampler.sample(rows, slots, made.places[places], made.logits[places], allowed)
-        if form not in self._given:
-            grid, row = torch.zeros(count, drafts + 1, dtype=torch.int64), torch.zeros(count, dtype=torch.int32)
-            self._given[form] = _Outcome(grid, grid, row, row.long(), row.clone(), row.clone())
-        outcome = self._given[form]
         outcome.drawn[:, : drawn.tokens.shape[1]] = drawn.tokens.clamp(min=0)
         outcome.counts.copy_(drawn.accepted + 1)
         outcome.newest.copy_(self._sampler.last[slots])
         outcome.ends.copy_(drawn.accepted + torch.arange(count) * (drafts + 1))
         outcome.at.copy_(made.places.view(count, -1)[:, 0] + drawn.accepted)
-        return drawn, outcome
+        return drawn
 
     def _after(
         self, key: tuple[object, ...], form: tuple[int, int], made: _Pass, outcome: _Outcome, plan: Plan
@@ -204,7 +213,7 @@ class DraftGraphs:
         return self._drafting.guarded(slots, lambda: self._drafting.step(seen, heads, plan.drafter, plan.drafts))
 
     def _record(self, key: tuple[object, ...], step: Callable[[], Tensor]) -> bool:
-        """Run a recording, made if it is not there; False: it cannot be."""
+        """Make a recording if it is not there, which runs nothing; False: it cannot be."""
         if key not in self._programs:
             try:
                 self._programs[key] = self._made(step)
@@ -212,7 +221,6 @@ class DraftGraphs:
                 logger.info("steps with drafts are not recorded: %s", reason)
                 self.records = False
                 return False
-        self._programs[key]()
         return True
 
     def _made(self, step: Callable[[], Tensor]) -> Program:
