@@ -162,7 +162,7 @@ INLINE Dice dice_of(const Scan *a, const Head *h, int64_t position) {
         .key = layer | (uint64_t)position << 32,
         .rounds = a->rounds,
         .first = (h->head * calls + dim / EIGHT) * h->n,
-        .row = dim % EIGHT,
+        .row = LANES < EIGHT ? dim % EIGHT : 0, /* a constant where it can be */
         .n = h->n,
     };
 }
@@ -400,18 +400,24 @@ KERNEL(verify, Scan) {
     EACH_PART(a->rows.starts[r + 1] - a->rows.starts[r], a->rows.starts[r], 1, verify_part);
 }
 
-/* The same as write_state() of an f16 state that is rounded at random, so that the dims share the words. */
-static void write_at_random(char *S, const Group *g, float whole, float (*input)[LANES], int64_t count, int64_t n,
+/* The same as write_state() of an f16 state that is rounded at random: the rows that share the words at a time. */
+INLINE void write_at_random(char *S, const Group *g, float whole, float (*input)[LANES], int64_t count, int64_t n,
                             int64_t dims, const Dice *dice) {
-    for (int64_t v = 0; v < n; v += LANES) {
-        uvec words[4];
-        for (int64_t d = 0; d < dims; d++) {
-            if (d % EIGHT == 0) throw_dice(dice, d, v, words);
-            vec s = whole == 0 ? (vec){} : load(S, d * n + v, (d + 1) * n, F16) * whole;
-            for (int64_t t = 0; t < count; t++) s += load_all(g->B[t] + v, F32) * input[t][d];
-            store(at_random(dice, d, words, s), S, d * n + v, (d + 1) * n, F16);
+    enum { ROWS = LANES < EIGHT ? LANES : EIGHT };
+    for (int64_t d = 0; d < dims; d += ROWS)
+        for (int64_t v = 0; v < n; v += LANES) {
+            uvec words[4];
+            vec s[ROWS] = {};
+            for (int i = 0; i < ROWS && whole != 0; i++)
+                if (d + i < dims) s[i] = load(S, (d + i) * n + v, (d + i + 1) * n, F16) * whole;
+            for (int64_t t = 0; t < count; t++) {
+                const vec b = load_all(g->B[t] + v, F32);
+                for (int i = 0; i < ROWS; i++) s[i] += b * input[t][d + i];
+            }
+            throw_dice(dice, d, v, words);
+            for (int i = 0; i < ROWS; i++)
+                if (d + i < dims) store(at_random(dice, i, words, s[i]), S, (d + i) * n + v, (d + i + 1) * n, F16);
         }
-    }
 }
 
 /* S = whole S + sum over t of B_t input_t, `dims` rows of n elements; whole == 0: nothing was there. */
