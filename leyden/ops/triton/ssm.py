@@ -209,7 +209,8 @@ def _advance(
     n = tl.arange(0, BLOCK_N)
     in_p, in_n = p < DIM, n < N
     slot, position = tl.load(slots + row).to(tl.int64), tl.load(past + row)
-    tile = ssm_state + slot * ssm_stride + (head * DIM + p)[:, None] * N + n[None, :]
+    index = (head * DIM + p)[:, None] * N + n[None, :]
+    tile = ssm_state + slot * ssm_stride + index
     inside = in_p[:, None] & in_n[None, :]
     old = tl.load(tile, mask=inside & (position > 0), other=0.0)
     log_rate = tl.load(A_log + head).to(tl.float32)
