@@ -13,6 +13,7 @@ from leyden.config.model import ModelConfig
 from leyden.engine.engine import Engine
 from leyden.engine.memory import Split, divide
 from leyden.errors import ConfigError
+from leyden.ops.cpu.program import types
 from leyden.testing import checkpoints
 from leyden.types import Request, SamplingParams
 from tests.engine.conftest import TINY
@@ -186,5 +187,5 @@ def test_an_engine_rounds_its_states_at_random(tmp_path: Path, drafts: int):
         made.submit(Request(id="a", prompt=[3, 4, 5], params=SamplingParams(temperature=0, max_tokens=20)))
         texts.append([token for _ in range(40) if made.busy for delta in made.step() for token in delta.token_ids])
         assert made.runner.pool.shape.rounds == 10 and made.runner.pool.ssm.dtype == torch.float16
-        assert not made.stats().failed_drafts
+        assert not made.stats().failed_drafts and (made.runner.recorded_steps > 1 or torch.float16 not in types)
     assert texts[0] == texts[1] and len(texts[0]) == 20
