@@ -24,15 +24,15 @@ from leyden.ops.triton.launch import INTERPRETED
 
 ASSEMBLY = tl.constexpr(not INTERPRETED)
 
-WEIGHTS = tl.constexpr("ld.global.nc.L1::no_allocate.v4.b32")  # read once, and by no kernel written
-VALUES = tl.constexpr("ld.global.v4.b32")
-
-_QUAD = (
-    "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-    " @p %s {$0, $1, $2, $3}, [$4]; }"
+# Weights are read once, and no kernel writes them. Where there are none to be read they are whatever was there.
+_WEIGHTS = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
 )
-_QUAD_WEIGHTS = tl.constexpr(_QUAD % WEIGHTS.value)
-_QUAD_VALUES = tl.constexpr(_QUAD % VALUES.value)
+_VALUES = tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
+_VALUES_OR_ZEROS = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+    " @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+)
 
 # (q, scales) -> four pairs; the byte of `scales` that is this word's is spread over both halves.
 _FOUR = (
@@ -63,19 +63,40 @@ _MMA = tl.constexpr(
 
 
 @triton.jit
-def quad(pointer, inside, WEIGHTS: tl.constexpr):
-    """The four words at `pointer` (int32*, 16 bytes apart from any other) of each thread; zeros where not `inside`."""
+def weights(pointer, inside):
+    """The four words at `pointer`, int32* and a multiple of 16 bytes; where not `inside` they mean nothing."""
     if ASSEMBLY:
-        ASM: tl.constexpr = _QUAD_WEIGHTS if WEIGHTS else _QUAD_VALUES
         return tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,l,r", [pointer.to(tl.int64), inside.to(tl.int32)],
+            _WEIGHTS, "=r,=r,=r,=r,l,r", [pointer.to(tl.int64), inside.to(tl.int32)],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        return (
-            tl.load(pointer, mask=inside, other=0), tl.load(pointer + 1, mask=inside, other=0),
-            tl.load(pointer + 2, mask=inside, other=0), tl.load(pointer + 3, mask=inside, other=0),
+        return _quad(pointer, inside, 0x12345678)
+
+
+@triton.jit
+def values(pointer, inside, ALL: tl.constexpr):
+    """The four words at `pointer`; ALL: all of them are `inside`, else the others are zeros."""
+    if not ASSEMBLY:
+        return _quad(pointer, inside, 0)
+    elif ALL:
+        return tl.inline_asm_elementwise(
+            _VALUES, "=r,=r,=r,=r,l", [pointer.to(tl.int64)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            _VALUES_OR_ZEROS, "=r,=r,=r,=r,l,r", [pointer.to(tl.int64), inside.to(tl.int32)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _quad(pointer, inside, OTHER: tl.constexpr):
+    return (
+        tl.load(pointer, mask=inside, other=OTHER), tl.load(pointer + 1, mask=inside, other=OTHER),
+        tl.load(pointer + 2, mask=inside, other=OTHER), tl.load(pointer + 3, mask=inside, other=OTHER),
+    )  # fmt: skip
 
 
 @triton.jit

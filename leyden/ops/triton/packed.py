@@ -16,40 +16,41 @@ import triton.language as tl
 from torch import Tensor
 
 from leyden.formats import Weight
-from leyden.ops.triton.fragments import eight, four, mma, quad
+from leyden.ops.triton.fragments import eight, four, mma, values, weights
 from leyden.ops.triton.launch import OPTIONS, release, wait
 
 
 @triton.jit
-def _tile(
-    codes, scales, row, step, g, t, inside, N, chunks,
-    K: tl.constexpr, BITS: tl.constexpr,
+def _places(
+    codes, scales, first, part, g, t, N, chunks,
+    K: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr, BANDS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of 16 x 64: the words of rows g and g + 8, and the four scales or nothing."""
-    if BITS == 4:
-        at = row * chunks + step
-        words = quad(codes + (at * 128 + g * 16 + t * 4), inside, True)
-        return words + (tl.load(scales + (at * 16 + g * 2 + t // 2), mask=inside, other=0),)
-    else:
-        n = row * 16 + g
-        at = (step * 16 + t * 4)
-        inside = inside & (at * 4 < K)
-        upper = quad(codes + (tl.minimum(n, N - 1).to(tl.int64) * (K // 4) + at), inside, True)
-        lower = quad(codes + (tl.minimum(n + 8, N - 1).to(tl.int64) * (K // 4) + at), inside, True)
-        return upper + lower
+    """Where the first of a thread's words are in each of the warp's TILES, which are BANDS apart, and whether any."""
+    made = ()
+    for i in tl.static_range(TILES):
+        row = first + i * BANDS
+        inside = row * 16 < N
+        if BITS == 4:
+            at = row * chunks + part
+            made = made + (codes + at * 128 + (g * 16 + t * 4), scales + at * 16 + (g * 2 + t // 2), inside)
+        else:
+            n, at = row * 16 + g, part * 16 + t * 4
+            upper, lower = tl.minimum(n, N - 1).to(tl.int64), tl.minimum(n + 8, N - 1).to(tl.int64)
+            made = made + (codes + upper * (K // 4) + at, codes + lower * (K // 4) + at, inside)
+    return made
 
 
 @triton.jit
-def _tiles(
-    codes, scales, first, step, g, t, some, N, chunks,
-    K: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr, BANDS: tl.constexpr,
-):  # fmt: skip
-    """TILES of them, each warp's own, BANDS rows of tiles apart."""
+def _tiles(places, step, some, BITS: tl.constexpr, TILES: tl.constexpr):
+    """`step` tiles further: the words of rows g and g + 8 of each, and four scales or nothing."""
     words = ()
     for i in tl.static_range(TILES):
-        row = first + i * BANDS
-        inside = some & (row * 16 < N) & (step * 64 < K)
-        words = words + _tile(codes, scales, row, step, g, t, inside, N, chunks, K, BITS)
+        inside = places[3 * i + 2] & some
+        words = words + weights(places[3 * i] + step * (128 if BITS == 4 else 16), inside)
+        if BITS == 4:  # a scale of zero under codes that mean nothing
+            words = words + (tl.load(places[3 * i + 1] + step * 16, mask=inside, other=0),)
+        else:
+            words = words + weights(places[3 * i + 1] + step * 16, inside)
     return words
 
 
@@ -94,6 +95,8 @@ def _product(
     STEPS: tl.constexpr = (CHUNKS + SPLIT - 1) // SPLIT
     BANDS: tl.constexpr = THREADS // 32 // SPLIT
     EACH: tl.constexpr = 5 if BITS == 4 else 8  # words of a tile
+    APART: tl.constexpr = 32 if BITS == 4 else 8
+    EVEN: tl.constexpr = K % (64 * SPLIT) == 0
     thread = tl.arange(0, THREADS)
     g, t, warp = thread % 32 // 4, thread % 4, thread // 32
     part, own = warp % SPLIT, tl.program_id(0) * (TILES * BANDS) + warp // SPLIT
@@ -129,55 +132,52 @@ def _product(
         routed = True
     first += tl.program_id(2) * (8 * GROUPS)
     stride = tl.num_programs(2) * (8 * GROUPS)
-    words = _tiles(codes, scales, own, part, g, t, first < end, N, chunks, K, BITS, TILES, BANDS)
+    places = _places(codes, scales, own, part, g, t, N, chunks, K, BITS, TILES, BANDS)
+    own_k = t * 8 if BITS == 4 else t * 16  # of 64 columns; the second half of a thread's is APART from the first
+    in_k = own_k + part * 64 < K
+    words = _tiles(places, 0, in_k & (first < end), BITS, TILES)
     if EARLY:
         wait()
         release()
     factor = tl.load(whole)
     if BITS == 4:
         factor *= 128.0
-    start = t * 8 if BITS == 4 else t * 16
-    NEXT: tl.constexpr = 32 if BITS == 4 else 8
     for block in range(first, end, stride):
-        sources, insides = (), ()
+        sources = ()
         for j in tl.static_range(GROUPS):
-            at = block + j * 8 + g
+            at = tl.minimum(block + j * 8 + g, end - 1)  # beyond the last row that one again
             row = at
-            if order is not None:
-                row = tl.load(order + at, mask=(at < end) & routed, other=0) if UP else at
             if UP:
-                row = tl.where(routed, row // CHOICES, at) if PARTS > 0 else row // CHOICES
-            else:
-                row += base
-            sources = sources + (x + row.to(tl.int64) * x_stride + start,)
-            insides = insides + (at < end,)
+                if order is not None:
+                    row = tl.load(order + at, mask=routed, other=0)
+                row = tl.where(routed, row // CHOICES, at)
+            sources = sources + (x + (row if UP else row + base).to(tl.int64) * x_stride + (own_k + part * 64),)
         sums = ()
         for _ in tl.static_range(TILES * GROUPS * 4):
             sums = sums + (tl.zeros((THREADS,), dtype=tl.float32),)
         for i in range(STEPS):
-            step = i * SPLIT + part
-            following = _tiles(
-                codes, scales, own, step + SPLIT, g, t, i + 1 < STEPS, N, chunks, K, BITS, TILES, BANDS
-            )
-            column = step * 64
-            values = ()
+            some = (i + 1 < STEPS) & (own_k + (part + (i + 1) * SPLIT) * 64 < K)
+            following = _tiles(places, (i + 1) * SPLIT, some, BITS, TILES)
+            column = i * (SPLIT * 64)
+            inside = own_k + part * 64 + column < K
+            v = ()
             for j in tl.static_range(GROUPS):
                 source = (sources[j] + column).to(tl.pointer_type(tl.int32), bitcast=True)
-                inside = insides[j] & (start + column < K)
-                values = values + quad(source, inside, False)
-                values = values + quad(source + NEXT // 2, insides[j] & (start + column + NEXT < K), False)
+                v = v + values(source, inside, EVEN) + values(source + APART // 2, inside, EVEN)
             made = ()
             for r in tl.static_range(TILES):
                 a = _fragments(words, r * EACH, BITS)
                 for j in tl.static_range(GROUPS):
-                    C: tl.constexpr = (r * GROUPS + j) * 4
-                    c = (sums[C], sums[C + 1], sums[C + 2], sums[C + 3])
+                    c = (
+                        sums[(r * GROUPS + j) * 4], sums[(r * GROUPS + j) * 4 + 1],
+                        sums[(r * GROUPS + j) * 4 + 2], sums[(r * GROUPS + j) * 4 + 3],
+                    )  # fmt: skip
                     for s in tl.static_range(4):
                         c = mma(
                             c[0], c[1], c[2], c[3], a[4 * s], a[4 * s + 1], a[4 * s + 2], a[4 * s + 3],
-                            values[j * 8 + 2 * s], values[j * 8 + 2 * s + 1],
+                            v[j * 8 + 2 * s], v[j * 8 + 2 * s + 1],
                         )  # fmt: skip
-                    made = made + (c[0], c[1], c[2], c[3])
+                    made = made + c
             sums = made
             words = following
         m, q = tl.arange(0, 8), tl.arange(0, 16 * BANDS)
@@ -190,8 +190,10 @@ def _product(
                     target = tl.where(routed, target, at)
             target = (target + base).to(tl.int64)
             for r in tl.static_range(TILES):
-                C: tl.constexpr = (r * GROUPS + j) * 4
-                both = tl.join(tl.join(sums[C], sums[C + 1]), tl.join(sums[C + 2], sums[C + 3]))
+                both = tl.join(
+                    tl.join(sums[(r * GROUPS + j) * 4], sums[(r * GROUPS + j) * 4 + 1]),
+                    tl.join(sums[(r * GROUPS + j) * 4 + 2], sums[(r * GROUPS + j) * 4 + 3]),
+                )
                 both = tl.sum(tl.reshape(both, (BANDS, SPLIT, 8, 4, 2, 2)), 1)  # bands, g, t, even or odd, half
                 made = tl.reshape(tl.permute(both, (2, 3, 0, 4, 1)), (8, 16 * BANDS)) * factor
                 if UP:
@@ -202,7 +204,7 @@ def _product(
                     out + target[:, None] * N + n[None, :], made.to(out.dtype.element_ty),
                     mask=(at < end)[:, None] & (n < N)[None, :],
                 )  # fmt: skip
-        words = _tiles(codes, scales, own, part, g, t, block + stride < end, N, chunks, K, BITS, TILES, BANDS)
+        words = _tiles(places, 0, in_k & (block + stride < end), BITS, TILES)
 
 
 @dataclass(frozen=True)
@@ -223,10 +225,9 @@ def stored(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor]:
     return parts["weight"], parts["weight_scale"].view(torch.int32), parts["weight_scale_2"]
 
 
-def readable(x: Tensor) -> bool:
-    """Whether the rows of x [M, K] can be read as they are."""
-    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == 1
-    return x.dtype == torch.bfloat16 and aligned and x.shape[1] % 16 == 0
+def aligned(x: Tensor) -> Tensor:
+    """x [M, K], with rows that can be read."""
+    return x if x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == 1 else x.contiguous()
 
 
 def product(
@@ -242,7 +243,7 @@ def product(
     parts: int = 0,
     shape: Shape | None = None,
 ) -> None:
-    """Rows of x, which are readable(), times one matrix, or with `ids` of one row or `lists` of moe.listed() those of a
+    """Rows of x, bfloat16 and aligned(), times one matrix, or with `ids` of one row or `lists` of moe.listed() those of a
     stack, of which `count` rows have chosen `choices` each; and times `parts` of the shared expert, see _product."""
     size, k = weight.shape[-2:]
     four = weight.format.name != "fp8"
