@@ -11,7 +11,7 @@ The layout is ModelOpt's; compressed-tensors' nvfp4-pack-quantized differs in na
 to both). Activations are not quantised here: `input_scale` is kept so that a checkpoint can be written again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leyden.errors import ConfigError
-from leyden.formats import Packed, Part, Spec
+from leyden.formats import Format, Packed, Part, Spec, Weight
 from leyden.formats.fp8 import E4M3, E4M3_MAX, amax, to_e4m3
 
 E2M1_MAX = 6.0
@@ -162,9 +162,9 @@ class Tiled:
         weight_scale    U8 [N/16, K/64, 64]       scale * 2^119 as bfloat16, without the bits that all have; 0 for zero
         weight_scale_2, input_scale               as they are
 
-    Thread 4 g + t has rows g and g + 8, columns 8 t to 8 t + 7 and 32 + 8 t to 39 + 8 t: four words of eight codes. Even
-    columns are in the low half of a word; where the bits of a code are in the half says _PLACES. Codes under a scale of
-    zero become zeros. Scales must not be negative.
+    Thread 4 g + t has rows g and g + 8, columns 8 t to 8 t + 7 and 32 + 8 t to 39 + 8 t: four words of eight codes.
+    Even columns are in the low half of a word; where the bits of a code are in the half says _PLACES. Codes under a
+    scale of zero become zeros. Scales must not be negative.
     """
 
     plain: NVFP4
@@ -230,6 +230,33 @@ class Tiled:
             "weight": codes.flatten(-2),
             "weight_scale": scales.masked_fill(short == 0, 0).to(E4M3),
         }
+
+
+def arrange(weight: Weight) -> bool:
+    """Whether `weight`, in NVFP4 or Tiled, is Tiled: from now on, if it has whole tiles."""
+    if isinstance(weight.format, Tiled):
+        return True
+    assert isinstance(weight.format, NVFP4)
+    if not Tiled.fits(weight.shape):
+        return False
+    format = Tiled(weight.format)
+    _change(weight, format, format.tile)
+    return True
+
+
+def restore(weight: Weight) -> None:
+    """Bring a Tiled matrix back into the order of checkpoints."""
+    assert isinstance(weight.format, Tiled)
+    _change(weight, weight.format.plain, weight.format.untile)
+
+
+def _change(weight: Weight, format: Format, made: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> None:
+    """A stack goes matrix by matrix: `made` needs several times the memory of what it works on."""
+    parts = {name: part.detach() for name, part in weight.parts.items()}
+    weight.allot(format, parts["weight"].device)
+    for member in range(weight.shape[0]) if len(weight.shape) == 3 else (...,):
+        for name, tensor in made({name: part[member] for name, part in parts.items()}).items():
+            weight.parts[name].detach()[member].copy_(tensor)
 
 
 def _moved(x: Tensor, *order: int) -> Tensor:

@@ -1,9 +1,9 @@
 """What one thread of a warp holds of a product on tensor cores, where Triton's own `dot` would take the long way.
 
-Tensors here are [threads], one element for each thread of a program: what is written once is what each thread does, and
-the warps' own instruction mma.m16n8k16 (PTX ISA, "Matrix fragments for mma.m16n8k16") can be used as it is. Thread
-4 g + t of a warp holds rows g and g + 8 of a 16 x 16 matrix A, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; column g of B,
-the same rows; columns 2 t and 2 t + 1 of the result. Which column of a matrix stands in which column of A is ours to
+Tensors here are [threads], one element for each thread of a program: what is written once is what each thread does,
+and the warps' own instruction mma.m16n8k16 (PTX ISA, "Matrix fragments for mma.m16n8k16") can be used as it is. Thread
+4 g + t of a warp holds rows g and g + 8 of a 16 x 16 matrix A, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; column g of
+B, the same rows; columns 2 t and 2 t + 1 of the result. Which column of a matrix stands in which column of A is ours to
 choose, as long as B has the same order: so weights are decoded in the registers into which they were loaded, and
 nothing passes through shared memory.
 
@@ -123,9 +123,7 @@ def four(q, scales, INDEX: tl.constexpr):
 def eight(q):
     """Four bytes of e4m3 -> two pairs, exactly their values."""
     if ASSEMBLY:
-        return tl.inline_asm_elementwise(
-            _EIGHT, "=r,=r,r", [q], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise(_EIGHT, "=r,=r,r", [q], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
     else:
         u = q.to(tl.uint32, bitcast=True)
         first = ((u & 0xFF) << 8) | ((u & 0xFF00) << 16)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leyden.formats import Weight
-from leyden.formats.nvfp4 import NVFP4, Tiled
+from leyden.formats.nvfp4 import arrange
 from leyden.ops.triton import linear, moe, packed
 from leyden.ops.triton.launch import OPTIONS, release, wait
 
@@ -127,29 +127,12 @@ def _mlp(x: Tensor, up: Weight, down: Weight, out: Tensor) -> None:
 
 def _ready(dtype: torch.dtype, *matrices: Weight) -> bool:
     """Whether the codes can be multiplied with; then they are in their tiles."""
-    return dtype == torch.bfloat16 and all(tiled(weight) for weight in matrices)
-
-
-def tiled(weight: Weight) -> bool:
-    """Whether `weight` is stored as Tiled: now, if it can be. A stack goes matrix by matrix."""
-    if isinstance(weight.format, Tiled):
-        return True
-    assert isinstance(weight.format, NVFP4)
-    if not Tiled.fits(weight.shape):
-        return False
-    format, parts = Tiled(weight.format), dict(weight.parts)
-    weight.allot(format, parts["weight"].device)
-    stack = weight.shape[0] if len(weight.shape) == 3 else None
-    for i in range(stack or 1):
-        of = ... if stack is None else i
-        for name, made in format.tile({name: part.detach()[of] for name, part in parts.items()}).items():
-            weight.parts[name].detach()[of].copy_(made)
-    return True
+    return dtype == torch.bfloat16 and all(arrange(weight) for weight in matrices)
 
 
 def decoded(weight: Weight) -> Tensor:
     """The matrix, or the stack of them, in the dtype of its values."""
-    if weight.dtype != torch.bfloat16 or not tiled(weight):
+    if weight.dtype != torch.bfloat16 or not arrange(weight):
         return weight.dense()
     *stack, size, k = weight.shape
     out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.parts["weight"].device)

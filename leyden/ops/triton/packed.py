@@ -19,6 +19,8 @@ from leyden.formats import Weight
 from leyden.ops.triton.fragments import eight, four, mma, values, weights
 from leyden.ops.triton.launch import OPTIONS, release, wait
 
+WARPS = 3000  # at least, to keep the memory of an H200 busy
+
 
 @triton.jit
 def _places(
@@ -26,7 +28,7 @@ def _places(
     K: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr, BANDS: tl.constexpr,
 ):  # fmt: skip
     """Where the first of a thread's words are in each of the warp's TILES, which are BANDS apart, and whether any."""
-    made = ()
+    made = ()  # type: tuple[object, ...]
     for i in tl.static_range(TILES):
         row = first + i * BANDS
         inside = row * 16 < N
@@ -43,7 +45,7 @@ def _places(
 @triton.jit
 def _tiles(places, step, some, BITS: tl.constexpr, TILES: tl.constexpr):
     """`step` tiles further: the words of rows g and g + 8 of each, and four scales or nothing."""
-    words = ()
+    words = ()  # type: tuple[object, ...]
     for i in tl.static_range(TILES):
         inside = places[3 * i + 2] & some
         words = words + weights(places[3 * i] + step * (128 if BITS == 4 else 16), inside)
@@ -68,7 +70,7 @@ def _fragments(words, FIRST: tl.constexpr, BITS: tl.constexpr):
             c[0], d[0], c[1], d[1], c[2], d[2], c[3], d[3],
         )  # fmt: skip
     else:
-        made = ()
+        made = ()  # type: tuple[object, ...]
         for i in tl.static_range(4):
             a = eight(words[FIRST + i])
             b = eight(words[FIRST + 4 + i])
@@ -143,7 +145,7 @@ def _product(
     if BITS == 4:
         factor *= 128.0
     for block in range(first, end, stride):
-        sources = ()
+        sources = ()  # type: tuple[object, ...]
         for j in tl.static_range(GROUPS):
             at = tl.minimum(block + j * 8 + g, end - 1)  # beyond the last row that one again
             row = at
@@ -152,19 +154,19 @@ def _product(
                     row = tl.load(order + at, mask=routed, other=0)
                 row = tl.where(routed, row // CHOICES, at)
             sources = sources + (x + (row if UP else row + base).to(tl.int64) * x_stride + (own_k + part * 64),)
-        sums = ()
+        sums = ()  # type: tuple[object, ...]
         for _ in tl.static_range(TILES * GROUPS * 4):
             sums = sums + (tl.zeros((THREADS,), dtype=tl.float32),)
-        for i in range(STEPS):
+        for i in tl.range(STEPS, loop_unroll_factor=2):
             some = (i + 1 < STEPS) & (own_k + (part + (i + 1) * SPLIT) * 64 < K)
             following = _tiles(places, (i + 1) * SPLIT, some, BITS, TILES)
             column = i * (SPLIT * 64)
             inside = own_k + part * 64 + column < K
-            v = ()
+            v = ()  # type: tuple[object, ...]
             for j in tl.static_range(GROUPS):
                 source = (sources[j] + column).to(tl.pointer_type(tl.int32), bitcast=True)
                 v = v + values(source, inside, EVEN) + values(source + APART // 2, inside, EVEN)
-            made = ()
+            made = ()  # type: tuple[object, ...]
             for r in tl.static_range(TILES):
                 a = _fragments(words, r * EACH, BITS)
                 for j in tl.static_range(GROUPS):
@@ -195,13 +197,13 @@ def _product(
                     tl.join(sums[(r * GROUPS + j) * 4 + 2], sums[(r * GROUPS + j) * 4 + 3]),
                 )
                 both = tl.sum(tl.reshape(both, (BANDS, SPLIT, 8, 4, 2, 2)), 1)  # bands, g, t, even or odd, half
-                made = tl.reshape(tl.permute(both, (2, 3, 0, 4, 1)), (8, 16 * BANDS)) * factor
+                total = tl.reshape(tl.permute(both, (2, 3, 0, 4, 1)), (8, 16 * BANDS)) * factor
                 if UP:
-                    made = tl.maximum(made.to(out.dtype.element_ty).to(tl.float32), 0.0)
-                    made *= made
+                    total = tl.maximum(total.to(out.dtype.element_ty).to(tl.float32), 0.0)
+                    total *= total
                 n = (tl.program_id(0) * TILES + r) * (16 * BANDS) + q
                 tl.store(
-                    out + target[:, None] * N + n[None, :], made.to(out.dtype.element_ty),
+                    out + target[:, None] * N + n[None, :], total.to(out.dtype.element_ty),
                     mask=(at < end)[:, None] & (n < N)[None, :],
                 )  # fmt: skip
         words = _tiles(places, 0, in_k & (block + stride < end), BITS, TILES)
@@ -243,22 +245,22 @@ def product(
     parts: int = 0,
     shape: Shape | None = None,
 ) -> None:
-    """Rows of x, bfloat16 and aligned(), times one matrix, or with `ids` of one row or `lists` of moe.listed() those of a
-    stack, of which `count` rows have chosen `choices` each; and times `parts` of the shared expert, see _product."""
+    """Rows of x, bfloat16 and aligned(), times one matrix, or with `ids` of one row or `lists` of moe.listed() those of
+    a stack, of which `count` rows have chosen `choices` each; and times `parts` of the shared expert, see _product."""
     size, k = weight.shape[-2:]
     four = weight.format.name != "fp8"
     codes, scales, whole = stored(weight)
     shared_codes, shared_scales, shared_whole = stored(shared) if shared else (codes, scales, whole)
     order, offsets = lists or (None, None)
-    total = weight.shape[0] if lists else choices if ids is not None else 1
-    mean = count * choices / total if lists else 1 if ids is not None else count
-    how = shape or chosen(mean, size, k, total, four)
     routed = lists is not None or ids is not None
+    total = weight.shape[0] if lists else choices if ids is not None else 1
+    mean = max(1, count * choices / total) if routed else count
+    how = shape or chosen(mean, size, k, min(total, count * choices) + parts)
     bands = how.warps // how.split
     grid = (
         triton.cdiv(size, 16 * how.tiles * bands),
         parts + total,
-        max(1, round(mean / (8 * how.groups))) if mean > 8 * how.groups else 1,
+        max(1, round(mean / (8 * how.groups))),
     )
     _product[grid](
         x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets, count, size,
@@ -267,12 +269,12 @@ def product(
     )  # fmt: skip
 
 
-def chosen(mean: float, size: int, k: int, total: int, four: bool) -> Shape:
-    """For `mean` rows of x for each of `total` matrices [size, k]."""
-    tiles = size // 16 * total
-    if mean <= 4:
-        split = 8 if tiles < 256 else 4
-        return Shape(1, 1, split, split)
-    if tiles < 512:
-        return Shape(1, min(4, -(-int(mean) // 8)), 8, 8)
-    return Shape(2, 1 if mean <= 6 else 2 if mean <= 14 else 4, 1, 4)
+def chosen(mean: float, size: int, k: int, matrices: int) -> Shape:
+    """For `mean` rows of x for each of `matrices` [size, k] that are read: enough warps for every multiprocessor."""
+    groups = min(4, max(1, -(-int(mean) // 8)))
+    tiles = size / 16 * matrices * max(1, mean / (8 * groups))
+    for rows in (2, 1) if mean > 4 else (1,):
+        for split in (1, 2, 4, 8, 16):
+            if tiles / rows * split >= WARPS and split * 128 <= k:
+                return Shape(rows, groups, split, max(4, split))
+    return Shape(1, groups, 8, 8)
