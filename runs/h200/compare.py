@@ -19,7 +19,7 @@ from leyden.ops.registry import Op
 
 Call = Callable[..., Any]
 HALVES = torch.bfloat16, torch.float16
-WRITES = {"mamba_step", "causal_conv", "ssd_scan", "kv_write", "put"}  # ops that change their arguments
+WRITES = {"mamba_step", "causal_conv", "ssd_scan", "kv_write", "qkv_write", "put"}  # ops that change their arguments
 
 
 def error(got: Tensor, wanted: Tensor) -> float:

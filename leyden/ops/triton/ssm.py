@@ -197,11 +197,12 @@ def _advance(
     x, B, C, dt, A_log, D, dt_bias, ssm_state, starts, ends, past, slots, y,
     x_stride, B_stride, C_stride, dt_stride, ssm_stride, dt_low, dt_high,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-    ONE: tl.constexpr, MOVE: tl.constexpr, OUT: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ONE: tl.constexpr, MOVE: tl.constexpr, OUT: tl.constexpr, ROUNDS: tl.constexpr, RING: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The recurrence over the tokens of one row (ONE: it has one), for BLOCK_P rows of one head's state. MOVE: the
-    state is stored in the end; OUT: so is what each token reads from it."""
+    state is stored in the end; OUT: so is what each token reads from it. RING: dt has so many tokens for each slot, x,
+    B and C for each row, and `ends` says how many of them count."""
     row, head = tl.program_id(1), tl.program_id(0) // PARTS
     group = head // (HEADS // GROUPS)
     start = tl.program_id(0) % PARTS * BLOCK_P
@@ -220,7 +221,11 @@ def _advance(
     state = old.to(tl.float32)
     first = row
     end = row + 1
-    if not ONE:
+    if RING:
+        first = row * RING
+        end = first + tl.load(ends + row)
+        dt += (slot - row) * RING * dt_stride
+    elif not ONE:
         first, end = tl.load(starts + row), tl.load(ends + row)
     for token in range(first, end):
         at = tl.full((), 0, dtype=tl.int64) + token
@@ -237,20 +242,6 @@ def _advance(
         calls = _calls(start, head, n, DIM, N, BLOCK_P)
         stored = _stored(state, ssm_state.dtype.element_ty, log_rate, moved, calls, ROUNDS)
         tl.store(tile, stored, mask=inside & (end > first))
-
-
-@triton.jit
-def _keep(inputs, ring, starts, ends, slots, stride, ring_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """What a token feeds to convolution and recurrence goes into the ring of its row's slot."""
-    i, row = tl.program_id(0), tl.program_id(1)
-    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    wait()
-    release()
-    token = tl.load(starts + row) + i
-    if token < tl.load(ends + row):
-        value = tl.load(inputs + token.to(tl.int64) * stride + at, mask=at < WIDTH)
-        target = ring + tl.load(slots + row).to(tl.int64) * ring_stride + i * WIDTH
-        tl.store(target + at, value, mask=at < WIDTH)
 
 
 def mamba_step(
@@ -329,14 +320,8 @@ def mamba_verify(
     z, inputs, ends = projected[:, :inner], projected[:, inner:], rows.starts[1:]
     y = _mixed(
         inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state,
-        rows.starts, ends, rows.past, rows.slots, longest, move=False,
+        rows.starts, ends, rows.past, rows.slots, longest, move=False, kept=ring,
     )  # fmt: skip
-    if longest:
-        width = ring.shape[2]
-        _keep[(longest, len(rows.lens), triton.cdiv(width, 1024))](
-            inputs, ring, rows.starts, ends, rows.slots, inputs.stride(0), ring.stride(0), width, 1024,
-            num_warps=4, **OPTIONS,
-        )  # fmt: skip
     return gated_norm(y, z, norm_weight, groups, eps)
 
 
@@ -357,12 +342,10 @@ def mamba_replay(
     rounds: int = 0,
 ) -> None:
     """See ops.mamba_replay. Nobody waits for anything here: the counts stay on the device."""
-    longest, device = ring.shape[1], ring.device
-    inputs = ring[slots].flatten(0, 1)
-    starts = torch.arange(0, len(inputs), longest, dtype=torch.int32, device=device)
+    inputs = ring.view(-1, ring.shape[2])
     _mixed(
         inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state,
-        starts, starts + counts.int(), past, slots, longest, out=False, rounds=rounds,
+        counts, counts, past, slots, ring.shape[1], out=False, rounds=rounds, ring=True,
     )  # fmt: skip
 
 
@@ -386,13 +369,15 @@ def _mixed(
     out: bool = True,
     rounds: int = 0,
     shape: tuple[int, int, int] | None = None,
+    ring: bool = False,
+    kept: Tensor | None = None,
 ) -> Tensor:
-    """Convolution and recurrence of [xBC, dt] -> y [T, inner], if `out`; the states of the rows move on, if `move`."""
+    """Convolution and recurrence of [xBC, dt] -> y [T, inner], if `out`; the states of the rows move on, if `move`.
+    ring: the tokens are those of the slots; kept: they are left there; see convolve()."""
     _, heads, dim, n = ssm_state.shape
     inner, width = heads * dim, groups * n
-    xBC = convolve(
-        inputs[:, : inner + 2 * width], conv_weight, conv_bias, conv_state, starts, ends, past, slots, longest, move
-    )
+    convolved = inputs[:, : inner + 2 * width]
+    xBC = convolve(convolved, conv_weight, conv_bias, conv_state, starts, ends, past, slots, longest, move, ring, kept)
     x, B, C = xBC.split([inner, width, width], dim=-1)
     dt = inputs[:, inner + 2 * width :]
     y = torch.empty(len(inputs), inner, dtype=inputs.dtype, device=inputs.device) if out else inputs
@@ -406,7 +391,7 @@ def _mixed(
             x.stride(0), B.stride(0), C.stride(0), dt.stride(0), ssm_state.stride(0), dt_limit[0],
             min(dt_limit[1], 3e38),
             heads, dim, n, groups, parts, longest == 1 and out, move, out,
-            rounds, block_p, triton.next_power_of_2(n),
+            rounds, longest if ring else 0, block_p, triton.next_power_of_2(n),
             num_warps=warps, maxnreg=registers, **OPTIONS,
         )  # fmt: skip
     return y

@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="Triton comes with PyTorch on CUDA
 
 import triton.language as tl  # noqa: E402
 
-from leyden.ops.triton import attention, conv, linear, moe, norm, scan, ssm  # noqa: E402
+from leyden.ops.triton import attention, conv, linear, moe, norm, qkv, scan, ssm  # noqa: E402
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
 
@@ -112,6 +112,23 @@ def test_route(draw, count: int, groups: int, kept: int, normalize: bool, monkey
         got_ids, got = moe.route(*arguments)
         assert torch.equal(got_ids, ids)
         close(got, weights)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_router_behind_a_sum(draw, count: int):
+    x, residual, w, gate, bias = (
+        draw(count, 72),
+        draw(count, 72),
+        draw(72),
+        draw(12, 72, scale=0.1),
+        draw(12, scale=0.3),
+    )
+    got = moe.add_norm_route(x, residual, w, 1e-5, gate, bias, 4, 4, 2, True, 2.5)
+    hidden, total = reference_norm.add_rms_norm(x, residual, w, 1e-5)
+    ids, weights = reference_moe.route(hidden, gate, bias, 4, 4, 2, True, 2.5)
+    close(got[0], hidden)
+    assert torch.equal(got[1], total) and torch.equal(got[2], ids)
+    close(got[3], weights)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 20])
@@ -318,6 +335,22 @@ def test_attention_over_8_bit_floats(draw, device: str, lens: list[int] | None):
     attention.kv_write(k, v, cache, batch, *scales)
     assert torch.equal(cache.view(torch.uint8), wanted_cache.view(torch.uint8))
     close(attention.attention(q, cache, batch, *scales), reference_attention.attention(q, cache, batch, *scales))
+
+
+@pytest.mark.parametrize("past", [[0], [37], [9, 3]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_queries_keys_and_values(draw, device: str, past: list[int], dtype: torch.dtype):
+    """Of one token in one launch, of more in several."""
+    batch = rows(device, past)
+    x, cache = draw(len(past), 40), draw(2, 33, 4, 2, 8).to(dtype)
+    matrices = [weight(draw(size, 40, scale=0.2)) for size in (48, 16, 16)]
+    wanted = cache.clone()
+    k, v = (reference_linear.linear(x, one).unflatten(-1, (-1, 8)) for one in matrices[1:])
+    reference_attention.kv_write(k, v, wanted, batch, 0.5, 0.25)
+    got = qkv.qkv_write(x, *matrices, cache, batch, 0.5, 0.25)
+    close(got, reference_linear.linear(x, matrices[0]).unflatten(-1, (-1, 8)))
+    # the interpreter rounds to 8 bits in its own way, one step apart
+    close(cache.float(), wanted.float(), rtol=2e-5 if dtype == torch.float32 else 0.13)
 
 
 @pytest.mark.parametrize(("causal", "window", "sinks"), [(False, None, False), (True, 5, True), (False, 100, True)])
