@@ -52,6 +52,12 @@ class _Outcome:
     ends: Tensor
     at: Tensor
 
+    @classmethod
+    def empty(cls, rows: int, drafts: int, device: torch.device) -> "_Outcome":
+        grid = torch.zeros(rows, drafts + 1, dtype=torch.int64, device=device)
+        row = torch.zeros(rows, dtype=torch.int32, device=device)
+        return cls(grid, grid, row, row.long(), row.clone(), row.clone())
+
 
 class DraftGraphs:
     """The recordings of one model with its pool, sampler and drafters, made when a form of step first comes up.
@@ -97,14 +103,18 @@ class DraftGraphs:
             outcome = self._outcomes[key]
             drawn = Drawn(outcome.kept[: len(rows)].clone(), outcome.counts[: len(rows)].long() - 1)
         else:
-            forward = ("forward", *form)
+            forward, key = ("forward", *form), ("after", *form, plan.drafter, plan.drafts)
+            if form not in self._given:
+                self._given[form] = _Outcome.empty(*form[:2], self._slots.device)
+            outcome = self._given[form]
             if not self._record(forward, lambda: self._forward(forward, form).logits):
                 return None
-            drawn, outcome = self._judge(rows, form, self._passes[forward], constraints)
-            key = ("after", *form, plan.drafter, plan.drafts)
+            self._programs[forward]()  # what it does may be done again; what the sampler does, may not
             if not self._record(key, lambda: self._after(key, form, self._passes[forward], outcome, plan)):
                 return None
             self._passes[key] = self._passes[forward]
+            drawn = self._judge(rows, form, self._passes[forward], outcome, constraints)
+            self._programs[key]()
         return drawn, self._drafted(key, form, outcome, plan)
 
     def _load(self, plan: Plan) -> tuple[int, ...] | None:
@@ -157,7 +167,10 @@ class DraftGraphs:
             self._outcomes[key] = outcome
             return self._after(key, form, made, outcome, plan)
 
-        return key if self._record(key, step) else None
+        if not self._record(key, step):
+            return None
+        self._programs[key]()
+        return key
 
     def _forward(self, key: tuple[object, ...], form: tuple[int, ...]) -> _Pass:
         count, drafts = form[:2]
@@ -172,26 +185,21 @@ class DraftGraphs:
         return self._passes[key]
 
     def _judge(
-        self, rows: list[Row], form: tuple[int, ...], made: _Pass, allowed: Allowed | None
-    ) -> tuple[Drawn, _Outcome]:
+        self, rows: list[Row], form: tuple[int, ...], made: _Pass, outcome: _Outcome, allowed: Allowed | None
+    ) -> Drawn:
         """The sampler's way from the logits to the outcome, which is put where the rest of the step reads it."""
-        count, drafts, here, device = *form[:2], len(rows), made.logits.device
+        drafts, here, device = form[1], len(rows), made.logits.device
         slots = self._slots[:here].long()
         at = np.concatenate([np.arange(row.drafts + 1) + i * (drafts + 1) for i, row in enumerate(rows)])
         places = slice(None) if len(at) == len(made.logits) else upload(at.tolist(), device)
         drawn = self._sampler.sample(rows, slots, made.places[places], made.logits[places], allowed)
-        if form not in self._given:
-            grid = torch.zeros(count, drafts + 1, dtype=torch.int64, device=device)
-            row = torch.zeros(count, dtype=torch.int32, device=device)
-            self._given[form] = _Outcome(grid, grid, row, row.long(), row.clone(), row.clone())
-        outcome = self._given[form]
         first = torch.arange(0, here * (drafts + 1), drafts + 1, device=device)
         outcome.drawn[:here, : drawn.tokens.shape[1]] = drawn.tokens.clamp(min=0)
         outcome.counts[:here] = (drawn.accepted + 1).int()
         outcome.newest[:here] = self._sampler.last[slots]
         outcome.ends[:here] = (drawn.accepted + first).int()
         outcome.at[:here] = (made.places[first] + drawn.accepted).int()
-        return drawn, outcome
+        return drawn
 
     def _after(
         self, key: tuple[object, ...], form: tuple[int, ...], made: _Pass, outcome: _Outcome, plan: Plan
@@ -228,7 +236,7 @@ class DraftGraphs:
         return self._drafting.guarded(slots, lambda: self._drafting.step(seen, heads, plan.drafter, plan.drafts), here)
 
     def _record(self, key: tuple[object, ...], step: Callable[[], Tensor]) -> bool:
-        """Run a recording, made if it is not there; False: it cannot be."""
+        """Make a recording if it is not there, which runs nothing; False: it cannot be."""
         if key not in self._programs:
             try:
                 self._programs[key] = self._made(step)
@@ -236,7 +244,6 @@ class DraftGraphs:
                 logger.info("steps with drafts are not recorded: %s", reason)
                 self.records = False
                 return False
-        self._programs[key]()
         return True
 
     def _made(self, step: Callable[[], Tensor]) -> Callable[[], object]:

@@ -33,12 +33,12 @@ their writes do no harm.
              state[S,heads,dim,N]|None, rows) -> y[T,heads,dim]      rows of any length
     gated_norm(y[T,I], z[T,I], weight[I], groups, eps) -> [T,I]      gate first, then RMSNorm of each group
     mamba_step(projected[R,I+C+heads], conv_weight[C,K], conv_bias[C]|None, A_log, D, dt_bias, dt_limit, norm_weight[I],
-               groups, eps, conv_state, ssm_state, rows, dither=False) -> [R,I]    rows of one token: the four steps in
-               one; dither: an fp16 state is rounded at random
-    mamba_verify(as mamba_step without dither, but ring[S,W,C+heads] before rows) -> [T,I]    rows of up to W tokens;
+               groups, eps, conv_state, ssm_state, rows, rounds=0) -> [R,I]    rows of one token: the four steps in
+               one; rounds: those of the random bits by which an fp16 state is rounded; 0: to nearest
+    mamba_verify(as mamba_step without rounds, but ring[S,W,C+heads] before rows) -> [T,I]    rows of up to W tokens;
                  states untouched
     mamba_replay(conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state, ring, slots[R],
-                 past[R], counts[R], dither=False)    states move over the first tokens in the ring
+                 past[R], counts[R], rounds=0)    states move over the first tokens in the ring
     kv_write(k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows, k_scale=1.0, v_scale=1.0)
     qkv_write(x[T,H], q: Weight[heads*dim,H], k: Weight[kv*dim,H], v: Weight[kv*dim,H], cache[2,pages,page,kv,dim],
               rows, k_scale=1.0, v_scale=1.0) -> [T,heads,dim]     linear of each, kv_write of k and v

@@ -181,8 +181,8 @@ def check() -> None:
             )  # fmt: skip
             states = [(window.clone(), state.clone()) for _ in range(3)]
             exact = window.clone(), state.float()
-            got = ssm.mamba_step(*arguments, *states[0], batch, True, fused=fused)
-            again = ssm.mamba_step(*arguments, *states[2], batch, True, fused=fused)
+            got = ssm.mamba_step(*arguments, *states[0], batch, 5, fused=fused)
+            again = ssm.mamba_step(*arguments, *states[2], batch, 5, fused=fused)
             with ops.using("reference"):
                 wanted = ops.mamba_step(*arguments, *exact, batch)
             name = f"mamba_step {count} {str(activations)[6:]} {str(dtype)[6:]} fused {fused}"
@@ -323,7 +323,7 @@ class Step:
         shape = PoolShape(
             slots=count + 1, pages=count * per + 1, page=16, max_model_len=per * 16,
             kv_dtype=BF, conv_dtype=BF, ssm_dtype=ssm_dtype,
-            dither=True,
+            rounds=5,
         )  # fmt: skip
         self.pool = pool = Pool(CONFIG, shape, "cuda")
         pool.kv.normal_()
@@ -794,7 +794,7 @@ def time_moe() -> None:
 def time_mamba() -> None:
     layers = mixers("Mamba")
     few: tuple[Any, ...] = ((None, True), (None, False))
-    halves = ((64, 8, 80), (32, 4, 80), (64, 4, 168), (32, 4, 64), (64, 8, 64))
+    halves = ((64, 4, 128), (64, 8, 80), (32, 4, 80), (64, 4, 168), (32, 4, 64), (64, 8, 64))
     singles = ((64, 4, 128), (64, 8, 80), (32, 4, 80), (64, 4, 168))
     for count in (1, 8, 64, 256):
         for dtype in (torch.float32, torch.float16):
@@ -807,7 +807,7 @@ def time_mamba() -> None:
                     partial(
                         ssm.mamba_step, p, m.conv1d.weight[:, 0], m.conv1d.bias, m.A_log, m.D, m.dt_bias,
                         (0.0, float("inf")), m.norm.weight, CONFIG.n_groups, 1e-5,
-                        window[m.index], state[m.index], batch, True, shape, fused,
+                        window[m.index], state[m.index], batch, 5, shape, fused,
                     )
                     for m in layers
                 ]  # fmt: skip

@@ -41,3 +41,4 @@ for _op, _kernel in (
     (ops.moe, nvfp4.moe_nvfp4),
 ):
     _op.register("cuda", _kernel, "nvfp4")
+    _op.register("cuda", _kernel, "nvfp4_tiled")
