@@ -54,7 +54,7 @@ class _Outcome:
 class DraftGraphs:
     """The recordings of one model with its pool, sampler and drafters, made when a form of step first comes up.
 
-    Only drafters without confidence are recorded. A row with fewer drafts than the others has guesses of no token.
+    A row with fewer drafts than the others has guesses of no token.
     """
 
     def __init__(self, model: Nemotron, pool: Pool, sampler: Sampler, drafting: Drafting):
@@ -182,13 +182,11 @@ class DraftGraphs:
         if self._drafters_record:
             seen, heads = self._given_to_drafters(form[0], made, outcome)
             draft = self._drafting.step(seen, heads, plan.drafter, plan.drafts)
-            if draft is not None and draft.confidence is not None:
-                raise NotRecordable("confidence")
             tokens = self._nothing[: form[0]] if draft is None else draft.tokens
             if (missing := self._nothing.shape[1] - tokens.shape[1]) > 0:
                 tokens = ops.join(tokens, self._nothing[: form[0], :missing])
             ops.put(tokens, self._sampler.drafts, slots)
-            self._drafts[key] = Drafted(tokens, None)
+            self._drafts[key] = Drafted(tokens, None if draft is None else draft.confidence)  # log-odds, still
         return outcome.newest
 
     def _given_to_drafters(self, count: int, made: _Pass, outcome: _Outcome) -> tuple[Seen, Heads]:
@@ -198,7 +196,7 @@ class DraftGraphs:
 
     def _drafted(self, key: tuple[object, ...], form: tuple[int, int], outcome: _Outcome, plan: Plan) -> Drafted:
         if (found := self._drafts.get(key)) is not None:
-            return Drafted(found.tokens.clone(), None)
+            return Drafted(found.tokens.clone(), None if found.confidence is None else found.confidence.sigmoid())
         slots = self._slots[: form[0]].long()
         seen, heads = self._given_to_drafters(form[0], self._passes[key], outcome)
         return self._drafting.guarded(slots, lambda: self._drafting.step(seen, heads, plan.drafter, plan.drafts))

@@ -1,6 +1,26 @@
-/* What drafters have and the target has not: rotary embedding, and the middle of a gated MLP. */
+/* What drafters have and the target has not: rotary embedding, the middle of a gated MLP, a confidence head. */
 
 #include "kernels.h"
+
+typedef struct {
+    const int32_t *positions; /* [rows] */
+    const float *frequencies; /* [half] */
+    float *cos, *sin;         /* [rows, half] */
+    int64_t rows, half;
+    double scale;
+} Angles;
+
+KERNEL(angles, Angles) {
+    int64_t from, to;
+    share(a->rows, 1, thread, threads, &from, &to);
+    const float scale = (float)a->scale;
+    for (int64_t row = from; row < to; row++)
+        for (int64_t i = 0; i < a->half; i++) {
+            const float angle = (float)a->positions[row] * a->frequencies[i];
+            a->cos[row * a->half + i] = cosf(angle) * scale;
+            a->sin[row * a->half + i] = sinf(angle) * scale;
+        }
+}
 
 typedef struct {
     const void *x;          /* [rows, heads, 2 half] */
@@ -41,5 +61,28 @@ KERNEL(silu_times, Gated) {
     for (int64_t i = from; i < to; i += LANES) {
         const vec gate = rounded(silu(load(a->gate, i, to, a->type)), a->type);
         store(gate * load(a->up, i, to, a->type), a->out, i, to, a->type);
+    }
+}
+
+typedef struct {
+    const void *hidden, *also;  /* [rows, width], [rows, more] */
+    const float *weight, *bias; /* [width + more], [1] */
+    float *out;                 /* [rows] */
+    int64_t rows, width, more, type;
+} Confidence;
+
+KERNEL(confidence, Confidence) {
+    const int type = a->type;
+    const int64_t size = size_of(type);
+    int64_t from, to;
+    share(a->rows, 1, thread, threads, &from, &to);
+    for (int64_t row = from; row < to; row++) {
+        const char *hidden = (const char *)a->hidden + row * a->width * size, *also = (const char *)a->also + row * a->more * size;
+        vec dot = {};
+        for (int64_t i = 0; i < a->width; i += LANES)
+            dot += load(hidden, i, a->width, type) * load(a->weight, i, a->width, F32);
+        for (int64_t i = 0; i < a->more; i += LANES)
+            dot += load(also, i, a->more, type) * load(a->weight + a->width, i, a->more, F32);
+        a->out[row] = sum(dot) + *a->bias;
     }
 }

@@ -11,9 +11,21 @@ from leyden.ops.cpu.program import Kernel, apart, empty, has_rows, run, types
 from leyden.ops.reference import draft as reference
 from leyden.ops.rows import Rows
 
+_ANGLES = Kernel("angles", "ttttiid")
 _ROTATE = Kernel("rotate", "ttttiiii")
 _SILU_TIMES = Kernel("silu_times", "tttii")
+_CONFIDENCE = Kernel("confidence", "tttttiiii")
 _BLOCK = Kernel("block_attention", "tttttt" + STORE + ROWS + "iiiiiiiiid")
+
+
+def angles(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    known = positions.dtype == torch.int32 and frequencies.dtype == torch.float32
+    if not (known and positions.is_contiguous() and frequencies.is_contiguous()):
+        return reference.angles(positions, frequencies, scale)
+    rows, half = positions.numel(), len(frequencies)
+    cos, sin = (empty(*positions.shape, half, dtype=torch.float32) for _ in range(2))
+    run(_ANGLES(positions, frequencies, cos, sin, rows, half, scale), work=40 * cos.numel())
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -60,4 +72,16 @@ def block_attention(
     sink_type = types[q.dtype if sinks is None else sinks.dtype]
     form = (heads, *strides, size, types[q.dtype], sink_type, causal, window or 0, dim**-0.5)
     run(_BLOCK(*flat, sinks, out, desk, *pages(cache, rows), *places(rows), *form))
+    return out
+
+
+def confidence(hidden: Tensor, also: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+    read = [t for t in (hidden, also) if t is not None]
+    alike = all(t.dtype in types and t.dtype == hidden.dtype and t.is_contiguous() for t in read)
+    if not (alike and weight.dtype == bias.dtype == torch.float32 and weight.is_contiguous()):
+        return reference.confidence(hidden, also, weight, bias)
+    *shape, width = hidden.shape
+    out, more = empty(*shape, dtype=torch.float32), 0 if also is None else also.shape[-1]
+    form = (out.numel(), width, more, types[hidden.dtype])
+    run(_CONFIDENCE(hidden, also, weight, bias, out, *form), work=out.numel() * (width + more))
     return out

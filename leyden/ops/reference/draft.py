@@ -58,6 +58,15 @@ def accept(
     return kept, (accepted + 1).int(), newest, (first + accepted).int(), (positions + accepted).int()
 
 
+def begin_block(anchors: Tensor, places: Tensor, rows: int, mask: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks of `rows` rows for R sequences: anchors int64 [R], at places int32 [R], and masks behind each ->
+    (tokens int64 [R * rows], positions int32 [R * rows], starts int32 [R + 1]: where the blocks begin, and end)."""
+    masks = anchors.new_full((len(anchors), rows - 1), mask)
+    reach = torch.arange(rows, dtype=torch.int32, device=places.device)
+    starts = torch.arange(len(anchors) + 1, dtype=torch.int32, device=places.device) * rows
+    return torch.cat([anchors[:, None], masks], dim=1).flatten(), (places[:, None] + reach).flatten(), starts
+
+
 def ahead(places: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor:
     """places int32 [R] and what is 1 .. count - 1 behind them -> [count, R]."""
     return (places + torch.arange(count, device=places.device)[:, None]).to(dtype)
@@ -71,6 +80,12 @@ def join(*parts: Tensor) -> Tensor:
 def likeliest(logits: Tensor) -> Tensor:
     """The most likely token of each row, the first of equals: logits fp32 [R, V] -> int64 [R]."""
     return logits.argmax(-1)
+
+
+def angles(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions int [...] times frequencies fp32 [n], each times `scale`: fp32 [..., n]."""
+    angle = positions[..., None].float() * frequencies
+    return angle.cos() * scale, angle.sin() * scale
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -150,3 +165,10 @@ def block_attention_packed(
     out = torch.einsum("smigrj,sjgd->smigrd", of_context, context_v.float())
     out = out + torch.einsum("smigrj,smjgd->smigrd", of_block, v.float())
     return out.flatten(-3, -2).to(q.dtype)
+
+
+def confidence(hidden: Tensor, also: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+    """Logistic regression on hidden [..., H] and, behind it, also [..., K], without the sigmoid: fp32 [...]; weight fp32
+    [1, H + K], bias fp32 [1]."""
+    read = hidden.float() if also is None else torch.cat([hidden.float(), also.float()], dim=-1)
+    return F.linear(read, weight, bias).squeeze(-1)
