@@ -14,7 +14,7 @@ _FEW = 8  # rows up to which codes are multiplied as they are, as in product.h
 
 
 def product(x: Tensor, by: Matrix, out: Tensor, square: bool = False, add: Tensor | None = None) -> list[Step]:
-    """out = x W^T, or relu(x W^T)^2, plus `add`, of the shape and type of out; x [T, K] of any type that kernels know."""
+    """out = x W^T, or relu(x W^T)^2, plus `add`, like out; x [T, K] of any type that kernels know."""
     widen, wide = operand(x, by.dot_type)
     prepare, ready = by.ready(x) if len(x) <= _FEW else ([], None)
     form = (len(x), wide.stride(0), types[out.dtype], square, 0 if add is None else add.stride(0))

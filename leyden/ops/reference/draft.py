@@ -168,7 +168,7 @@ def block_attention_packed(
 
 
 def confidence(hidden: Tensor, also: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
-    """Logistic regression on hidden [..., H] and, behind it, also [..., K], without the sigmoid: fp32 [...]; weight fp32
+    """Log-odds fp32 [...] that a logistic regression gives hidden [..., H] and, behind it, also [..., K]; weight fp32
     [1, H + K], bias fp32 [1]."""
     read = hidden.float() if also is None else torch.cat([hidden.float(), also.float()], dim=-1)
     return F.linear(read, weight, bias).squeeze(-1)

@@ -7,7 +7,7 @@ from leyden import ops
 from leyden.formats.int4 import Int4
 from leyden.ops.cpu.program import Arena, Program, available
 from tests.ops.cpu.test_formats import weight as stored
-from tests.ops.cpu.test_kernels import DTYPES, agree, among_nan, close, draw, rows, solid, weight
+from tests.ops.cpu.test_kernels import DTYPES, agree, among_nan, both, close, draw, rows, solid, weight
 
 pytestmark = pytest.mark.skipif(not available, reason="the kernels need a C compiler")
 
@@ -50,3 +50,30 @@ def test_block_attention(draw, heads, kv, dim, sinks, window, causal, dtype) -> 
     close(found, ops.block_attention.reference(q, k, v, cache, batch, causal, window, sink), scale=2)
     out = Program(lambda: ops.block_attention(q, k, v, cache, batch, causal, window, sink), Arena())()
     assert torch.equal(out, found), "and it can be recorded"
+
+
+@pytest.mark.parametrize("half", [1, 12, 32])
+def test_angles(draw, half: int) -> None:
+    positions, frequencies = torch.tensor([[0, 1, 77], [4000, 5, 1_000_000]], dtype=torch.int32), draw(half).abs()
+    for found, expected in zip(*both(ops.angles, positions, solid(frequencies), 1.25), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "more"), [(5, 0), (64, 0), (33, 7), (256, 64)])
+def test_confidence(draw, width: int, more: int, dtype: torch.dtype) -> None:
+    also = solid(draw(2, 3, more).to(dtype)) if more else None
+    hidden, head = solid(draw(2, 3, width).to(dtype)), solid(draw(1, width + more))
+    agree(ops.confidence, hidden, also, head, solid(draw(1)), scale=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1, 3, 300])
+def test_add_linear(draw, count: int, dtype: torch.dtype) -> None:
+    """Onto every third row of logits, as those of one draft lie between those of the others."""
+    x, to = draw(count, 48).to(dtype), draw(count, 3, 50)[:, 1]
+    matrix = weight(draw(50, 48, scale=0.2).to(dtype))
+    found = ops.add_linear._kernels["cpu", "dense"](x, matrix, to)
+    expected = to + x.float() @ matrix.weight.float().T
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    close(ops.add_linear.reference(x, matrix, to).to(dtype), expected.to(dtype), scale=4)
