@@ -1,4 +1,4 @@
-/* Causal grouped-query attention without rotary embedding, over KV pages or over packed rows. */
+/* Grouped-query attention without rotary embedding: causal over KV pages or packed rows, and that of a drafter's blocks. */
 
 #include "kernels.h"
 
@@ -48,14 +48,18 @@ KERNEL(kv_write, Write) {
         }
 }
 
+/* The store holds the rows' own keys and values, or it ends before them, and k and v are those (a drafter's block). */
 typedef struct {
-    const void *q; /* [tokens, heads * dim] */
-    void *out;     /* [tokens, heads * dim] */
+    const void *q;     /* [tokens, heads * dim] */
+    const void *k, *v; /* [tokens, heads * dim], of the store's heads; or null */
+    const void *sinks; /* [heads] or null: one more score for each query, without a value */
+    void *out;         /* [tokens, heads * dim] */
     float *parts;  /* [tokens, heads, splits, dim + 2], if there are splits: sums, then maximum and total of weights */
     float *desk;   /* [threads, desk_size]: room to work in */
     Store store;
     Rows rows;
-    int64_t heads, q_stride, block, splits, desk_size, type;
+    int64_t heads, q_stride, k_stride, v_stride, block, splits, desk_size, type, sink_type;
+    int64_t causal, window; /* whether a row's later tokens are hidden; how many positions are seen before a row, 0: all */
     double scale;
 } Attention;
 
@@ -69,7 +73,7 @@ typedef struct {
     float *keys, *values;      /* [TILE, width] */
     float *weights;            /* [count, TILE] */
     float *most, *total;       /* [count] */
-    float *limit;              /* [count]: positions from here on are the query's future */
+    float *first, *limit;      /* [count]: the query sees positions from `first` to before `limit` */
     const char *key[TILE];     /* the tile's keys, as they are or widened */
     const char *query[MOST_QUERIES];
     float scale;               /* of the scores */
@@ -95,25 +99,24 @@ INLINE float weigh(const Desk *d, int64_t m, int64_t start, const int narrow) {
     float *weights = d->weights + m * TILE;
     vec position = splat((float)start), most = splat(-INFINITY);
     for (int i = 0; i < LANES; i++) position[i] += i;
-    const vec limit = splat(d->limit[m]);
+    const vec first = splat(d->first[m]), limit = splat(d->limit[m]);
     const int64_t bytes = d->width * (narrow ? 2 : 4);
     for (int64_t j = 0; j < TILE; j += LANES) {
         vec score[LANES];
         for (int i = 0; i < LANES; i++) score[i] = (vec){};
         for (int64_t e = 0; e < bytes; e += WIDTH)
             for (int i = 0; i < LANES; i++) score[i] = score_part(score[i], d->query[m] + e, d->key[j + i] + e, narrow);
-        const vec seen = pick(position < limit, sums(score) * d->scale, splat(-INFINITY));
+        const vec seen = pick((position >= first) & (position < limit), sums(score) * d->scale, splat(-INFINITY));
         memcpy(weights + j, &seen, sizeof seen);
         most = vmax(most, seen);
         position += LANES;
     }
-    float largest = d->most[m];
-    for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+    const float largest = fmaxf(maximum(most), d->most[m]);
     if (largest == -INFINITY) { /* nothing to see yet */
         memset(weights, 0, TILE * sizeof *weights);
         return 1;
     }
-    const float shrink = vexp(splat(d->most[m] - largest))[0];
+    const float shrink = d->most[m] < largest ? vexp(splat(d->most[m] - largest))[0] : 1;
     vec total = {};
     for (int64_t j = 0; j < TILE; j += LANES) {
         const vec w = vexp(load_all(weights + j, F32) - largest);
@@ -155,22 +158,34 @@ INLINE void mix(const Desk *d, int64_t m, int64_t e, const float *shrink, const 
 
 static const char NOTHING[4 * MOST_DIM] __attribute__((aligned(64))); /* a key or value beyond the end */
 
+/* Where the key and the value of `head` at a position of row r are. */
+INLINE void find(const Attention *a, int64_t r, int64_t position, int64_t head, const char **key, const char **value) {
+    const int64_t own = position - a->rows.past[r];
+    if (a->k && own >= 0) {
+        const int64_t token = a->rows.starts[r] + own, size = size_of(a->type), column = head * a->store.dim;
+        *key = (const char *)a->k + (token * a->k_stride + column) * size;
+        *value = (const char *)a->v + (token * a->v_stride + column) * size;
+    } else {
+        const int64_t at = place(&a->store, &a->rows, r, position, head) * size_of(a->store.type);
+        *key = a->store.keys + at;
+        *value = a->store.values + at;
+    }
+}
+
 /* Keys and values of positions [start, start + TILE), zeros from `end` on. */
 INLINE void lay_out(const Attention *a, Desk *d, int64_t r, int64_t head, int64_t start, int64_t end,
                     __attribute__((unused)) const int narrow) {
     const Store *s = &a->store;
-    const int kept = s->type;
-    const int64_t dim = s->dim;
-    const char *value[TILE];
+    const int64_t dim = s->dim, past = a->rows.past[r];
+    const char *value[TILE], *next_key, *next_value;
     for (int64_t j = 0; j < TILE; j++) {
-        const int64_t at = start + j < end ? place(s, &a->rows, r, start + j, head) * size_of(kept) : -1;
-        d->key[j] = at < 0 ? NOTHING : s->keys + at;
-        value[j] = at < 0 ? NOTHING : s->values + at;
+        d->key[j] = value[j] = NOTHING;
+        if (start + j < end) find(a, r, start + j, head, &d->key[j], &value[j]);
         if (start + TILE + j < end) { /* pages lie anywhere: only we know what is read next */
-            const int64_t next = place(s, &a->rows, r, start + TILE + j, head) * size_of(kept);
-            for (int64_t e = 0; e < dim * size_of(kept); e += 64) {
-                __builtin_prefetch(s->keys + next + e, 0, 2);
-                __builtin_prefetch(s->values + next + e, 0, 2);
+            find(a, r, start + TILE + j, head, &next_key, &next_value);
+            for (int64_t e = 0; e < dim * size_of(s->type); e += 64) {
+                __builtin_prefetch(next_key + e, 0, 2);
+                __builtin_prefetch(next_value + e, 0, 2);
             }
         }
     }
@@ -190,6 +205,7 @@ INLINE void lay_out(const Attention *a, Desk *d, int64_t r, int64_t head, int64_
     }
 #endif
     for (int64_t j = 0; j < TILE; j++) {
+        const int kept = a->k && start + j >= past ? (int)a->type : (int)s->type;
         for (int64_t e = 0; e < d->width; e += LANES) {
             store_all(load(d->key[j], e, dim, kept), d->keys + j * d->width + e, F32);
             store_all(load(value[j], e, dim, kept), d->values + j * d->width + e, F32);
@@ -204,21 +220,24 @@ INLINE void attend(const Attention *a, Desk *d, int64_t r, int64_t head, int64_t
     const Store *s = &a->store;
     const int type = a->type;
     const int64_t group = a->heads / s->heads, dim = s->dim, start_token = a->rows.starts[r] + first;
-    const int64_t end = a->rows.past[r] + first + tokens; /* the last token sees this many positions */
-    const int64_t tiles = (end + TILE - 1) / TILE;
-    const int64_t from = tiles * split / a->splits * TILE, to = tiles * (split + 1) / a->splits * TILE;
+    const int64_t past = a->rows.past[r], n = a->rows.starts[r + 1] - a->rows.starts[r];
+    const int64_t end = past + (a->causal ? first + tokens : n); /* the last token sees nothing from here on */
+    const int64_t begin = a->window && past + first >= a->window ? past + first - a->window + 1 : 0;
+    const int64_t before = (begin < past ? begin : past) / TILE, tiles = (end + TILE - 1) / TILE - before;
+    const int64_t from = (before + tiles * split / a->splits) * TILE, to = (before + tiles * (split + 1) / a->splits) * TILE;
     d->scale = (float)a->scale;
     for (int64_t m = 0; m < d->count; m++) {
-        const int64_t token = start_token + m / group, offset = (head * group + m % group) * dim;
-        d->query[m] = (const char *)a->q + (token * a->q_stride + offset) * size_of(type);
+        const int64_t i = first + m / group, query = head * group + m % group, window_start = past + i - a->window + 1;
+        d->query[m] = (const char *)a->q + ((a->rows.starts[r] + i) * a->q_stride + query * dim) * size_of(type);
         for (int64_t e = 0; e < d->width; e += LANES) {
             if (!narrow) store_all(load(d->query[m], e, dim, type), d->q + m * d->width + e, F32);
             store_all((vec){}, d->sums + m * d->width + e, F32);
         }
         if (!narrow) d->query[m] = (const char *)(d->q + m * d->width);
-        d->most[m] = -INFINITY;
-        d->total[m] = 0;
-        d->limit[m] = (float)(a->rows.past[r] + first + m / group + 1);
+        d->most[m] = a->sinks ? load_one(a->sinks, query, (int)a->sink_type) : -INFINITY;
+        d->total[m] = a->sinks ? 1 : 0;
+        d->first[m] = a->window ? (float)(window_start < past ? window_start : past) : 0;
+        d->limit[m] = (float)(past + (a->causal ? i + 1 : n));
     }
     for (int64_t start = from; start < to; start += TILE) {
         lay_out(a, d, r, head, start, end, narrow);
@@ -253,7 +272,7 @@ INLINE void attend(const Attention *a, Desk *d, int64_t r, int64_t head, int64_t
     }
 }
 
-/* softmax(scale q k^T) v over all positions up to the query's own. */
+/* softmax(scale q k^T) v over the positions that a query sees. */
 KERNEL(attention, Attention) {
     const Store *s = &a->store;
     const int64_t group = a->heads / s->heads, width = (s->dim + LANES - 1) / LANES * LANES, most = a->block * group;
@@ -264,7 +283,8 @@ KERNEL(attention, Attention) {
     d.weights = d.values + TILE * width;
     d.most = d.weights + most * TILE;
     d.total = d.most + most;
-    d.limit = d.total + most;
+    d.first = d.total + most;
+    d.limit = d.first + most;
     const int narrow = PAIRS && a->type == BF16 && s->type == BF16 && s->dim % 32 == 0;
     int64_t unit = 0;
     for (int64_t r = 0; r < a->rows.count; r++) {
@@ -301,78 +321,4 @@ KERNEL(attention_join, Attention) {
             store(y / total, a->out, cell * dim + e, (cell + 1) * dim, a->type);
         }
     }
-}
-
-/* A drafter's blocks: row r of `rows` sees its past in the store, and its own keys and values, which are not there. */
-typedef struct {
-    const void *q, *k, *v; /* [tokens, heads * dim], of the store's heads for k and v */
-    const void *sinks;     /* [heads] or null: one more score for each query, without a value */
-    void *out;             /* [tokens, heads * dim] */
-    float *desk;           /* [threads, desk_size]: room to work in */
-    Store store;
-    Rows rows;
-    int64_t heads, q_stride, k_stride, v_stride, desk_size, type, sink_type, causal, window; /* window 0: none */
-    double scale;
-} Block;
-
-/* The queries of row r that share a key head. They all look at a key before the next one is read. */
-INLINE void attend_block(const Block *a, float *desk, int64_t r, int64_t head, const int type) {
-    const Store *s = &a->store;
-    const int64_t dim = s->dim, width = (dim + LANES - 1) / LANES * LANES, group = a->heads / s->heads;
-    const int64_t start = a->rows.starts[r], past = a->rows.past[r], n = a->rows.starts[r + 1] - start;
-    const int64_t count = n * group, first = a->window && past >= a->window ? past - a->window + 1 : 0;
-    float *q = desk, *sums = q + count * width, *most = sums + count * width, *total = most + count;
-    float key[MOST_DIM + LANES], value[MOST_DIM + LANES];
-    for (int64_t m = 0; m < count; m++) {
-        const int64_t query = head * group + m % group, at = (start + m / group) * a->q_stride + query * dim;
-        for (int64_t e = 0; e < width; e += LANES) {
-            store_all(load((const char *)a->q + at * size_of(type), e, dim, type) * (float)a->scale, q + m * width + e, F32);
-            store_all((vec){}, sums + m * width + e, F32);
-        }
-        most[m] = a->sinks ? load_one(a->sinks, query, (int)a->sink_type) : -INFINITY;
-        total[m] = a->sinks ? 1 : 0;
-    }
-    for (int64_t position = first; position < past + n; position++) {
-        const int64_t own = position - past, at = own < 0 ? place(s, &a->rows, r, position, head) : 0;
-        const int kept = own < 0 ? (int)s->type : type;
-        const char *k = own < 0 ? s->keys + at * size_of(kept)
-                                : (const char *)a->k + ((start + own) * a->k_stride + head * dim) * size_of(kept);
-        const char *v = own < 0 ? s->values + at * size_of(kept)
-                                : (const char *)a->v + ((start + own) * a->v_stride + head * dim) * size_of(kept);
-        for (int64_t e = 0; e < width; e += LANES) {
-            store_all(load(k, e, dim, kept), key + e, F32);
-            store_all(load(v, e, dim, kept), value + e, F32);
-        }
-        for (int64_t m = 0; m < count; m++) {
-            const int64_t i = m / group;
-            if (own < 0 ? a->window && position <= past + i - a->window : a->causal && own > i) continue;
-            vec dot = {};
-            for (int64_t e = 0; e < width; e += LANES) dot += load_all(q + m * width + e, F32) * load_all(key + e, F32);
-            const float score = sum(dot);
-            float shrink = 1;
-            if (score > most[m]) {
-                shrink = vexp(splat(most[m] - score))[0];
-                most[m] = score;
-            }
-            const float weight = vexp(splat(score - most[m]))[0];
-            total[m] = total[m] * shrink + weight;
-            for (int64_t e = 0; e < width; e += LANES) {
-                float *at_sum = sums + m * width + e;
-                store_all(load_all(at_sum, F32) * shrink + load_all(value + e, F32) * weight, at_sum, F32);
-            }
-        }
-    }
-    for (int64_t m = 0; m < count; m++) {
-        const int64_t cell = (start + m / group) * a->heads + head * group + m % group;
-        for (int64_t e = 0; e < dim; e += LANES)
-            store(load_all(sums + m * width + e, F32) / total[m], a->out, cell * dim + e, (cell + 1) * dim, type);
-    }
-}
-
-KERNEL(block_attention, Block) {
-    int64_t unit = 0;
-    for (int64_t r = 0; r < a->rows.count; r++)
-        for (int64_t head = 0; head < a->store.heads; head++)
-            if (unit++ % threads == thread)
-                TYPED(a->type, attend_block(a, a->desk + thread * a->desk_size, r, head, T));
 }

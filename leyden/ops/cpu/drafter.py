@@ -4,18 +4,15 @@ import torch
 from torch import Tensor
 
 from leyden.formats import Weight
-from leyden.ops.cpu.attention import ROWS, STORE, known, pages, places
 from leyden.ops.cpu.linear import product
 from leyden.ops.cpu.matrix import fits, matrix
-from leyden.ops.cpu.program import Kernel, apart, empty, has_rows, run, types
+from leyden.ops.cpu.program import Kernel, apart, empty, run, types
 from leyden.ops.reference import draft as reference
-from leyden.ops.rows import Rows
 
 _ANGLES = Kernel("angles", "ttttiid")
 _ROTATE = Kernel("rotate", "ttttiiii")
 _SILU_TIMES = Kernel("silu_times", "tttii")
 _CONFIDENCE = Kernel("confidence", "tttttiiii")
-_BLOCK = Kernel("block_attention", "tttttt" + STORE + ROWS + "iiiiiiiiid")
 
 
 def angles(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -54,24 +51,6 @@ def swiglu(x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
         *product(hidden, third, out),
         work=3 * len(rows) * first.rows * first.columns,
     )
-    return out
-
-
-def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, rows: Rows, causal: bool, window: int | None, sinks: Tensor | None
-) -> Tensor:
-    (_, heads, dim), kv_heads = q.shape, k.shape[1]
-    flat = [t.flatten(1) for t in (q, k, v)]
-    alike = q.dtype == k.dtype == v.dtype and all(has_rows(t) for t in flat)
-    plain = cache.dtype in types and cache.is_contiguous() and (sinks is None or sinks.dtype in types)
-    if not (alike and plain and known(q, kv_heads)):
-        return reference.block_attention(q, k, v, cache, rows, causal, window, sinks)
-    size = max(rows.lens) * heads // kv_heads * (2 * (-(-dim // 16) * 16) + 2)
-    desk, out = empty(torch.get_num_threads(), size, dtype=torch.float32), empty(*q.shape, dtype=q.dtype)
-    strides = [t.stride(0) for t in flat]
-    sink_type = types[q.dtype if sinks is None else sinks.dtype]
-    form = (heads, *strides, size, types[q.dtype], sink_type, causal, window or 0, dim**-0.5)
-    run(_BLOCK(*flat, sinks, out, desk, *pages(cache, rows), *places(rows), *form))
     return out
 
 

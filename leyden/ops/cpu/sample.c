@@ -62,9 +62,8 @@ static float largest(const float *x, int64_t n) {
     vec most = splat(-INFINITY);
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) most = vmax(load_all(x + i, F32), most);
-    float top = -INFINITY;
+    float top = maximum(most);
     for (; i < n; i++) top = x[i] > top ? x[i] : top;
-    for (int lane = 0; lane < LANES; lane++) top = most[lane] > top ? most[lane] : top;
     return top;
 }
 
