@@ -6,7 +6,7 @@ sampler does the middle part by itself. A drafter that is not all kernels does i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from leyden.model.context import Context
 from leyden.model.nemotron import Nemotron
 from leyden.ops.cpu.program import Arena, NotRecordable, Program, available
 from leyden.ops.rows import Rows
-from leyden.spec.drafter import Heads, Seen
+from leyden.spec.drafter import Draft, Heads, Seen
 from leyden.types import Plan, Row
 
 logger = log.get(__name__)
@@ -61,12 +61,13 @@ class DraftGraphs:
         slots, width = pool.shape.slots, sampler.drafts.shape[1]
         self._model, self._pool, self._sampler, self._drafting = model, pool, sampler, drafting
         self.records = pool.committed.device.type == "cpu" and available
+        self._begun = False
         self._drafters_record = True
         self._arena = Arena()
         self._programs: dict[tuple[object, ...], Program] = {}
         self._passes: dict[tuple[object, ...], _Pass] = {}  # by program, like the rest
         self._outcomes: dict[tuple[object, ...], _Outcome] = {}
-        self._drafts: dict[tuple[object, ...], Drafted] = {}  # where drafters are recorded
+        self._drafts: dict[tuple[object, ...], Draft] = {}  # where drafters are recorded
         self._slots = torch.zeros(slots, dtype=torch.int32)
         self._owners = torch.zeros(slots * (width + 1), dtype=torch.int32)  # the slot of each token
         self._starts = [torch.arange(slots + 1, dtype=torch.int32) * (n + 1) for n in range(width + 1)]
@@ -79,7 +80,8 @@ class DraftGraphs:
 
     def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None]) -> tuple[Drawn, Drafted] | None:
         """The whole step, if there is a recording for it; None: run the model yourself."""
-        form = self._load(plan.rows)
+        begun, self._begun = self._begun, True  # what drafters set up in their first step is in no recording
+        form = self._load(plan.rows) if begun else None
         if form is None:
             return None
         rows = plan.rows
@@ -186,16 +188,21 @@ class DraftGraphs:
             if (missing := self._nothing.shape[1] - tokens.shape[1]) > 0:
                 tokens = ops.join(tokens, self._nothing[: form[0], :missing])
             ops.put(tokens, self._sampler.drafts, slots)
-            self._drafts[key] = Drafted(tokens, None if draft is None else draft.confidence)  # log-odds, still
+            self._drafts[key] = Draft(tokens) if draft is None else replace(draft, tokens=tokens)
         return outcome.newest
 
     def _given_to_drafters(self, count: int, made: _Pass, outcome: _Outcome) -> tuple[Seen, Heads]:
-        seen = Seen(made.tokens, outcome.drawn.flatten(), made.hidden, made.taps, made.ctx)
         slots, pages, starts = self._slots[:count], self._pages[:count], self._starts[0][: count + 1]
+        tokens, more = made.tokens.view(count, -1), len(made.tokens) // count - 1
+        if more:
+            tokens = ops.join(tokens[:, :1], ops.take(self._sampler.drafts, slots)[:, :more])
+        seen = Seen(tokens.flatten(), outcome.drawn.flatten(), made.hidden, made.taps, made.ctx)
         return seen, Heads(slots, outcome.newest, outcome.at, outcome.ends, pages, starts)
 
     def _drafted(self, key: tuple[object, ...], form: tuple[int, int], outcome: _Outcome, plan: Plan) -> Drafted:
         if (found := self._drafts.get(key)) is not None:
+            if found.settle is not None:
+                found.settle()
             return Drafted(found.tokens.clone(), None if found.confidence is None else found.confidence.sigmoid())
         slots = self._slots[: form[0]].long()
         seen, heads = self._given_to_drafters(form[0], self._passes[key], outcome)

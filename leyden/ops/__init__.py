@@ -52,6 +52,10 @@ their writes do no harm.
                            context_v[S,L,kv,dim], anchors[S,M], causal, window, sinks) -> [S,M,W,heads,dim]    the same
                            without a cache
     confidence(hidden[...,H], also[...,K]|None, weight[1,H+K] fp32, bias[1] fp32) -> [...]    log-odds of drafts
+    certainty(logits[R,V] fp32) -> [R]    log-odds of the most likely token
+    expect(scores[R,count], weights[1+W] fp64, open[S,W], made_at[S], slots[R], places[R]) -> [R,count]
+                                                                    log-odds of drafts, which are remembered as open
+    learn(tokens[T], following[T], rows, open[S,W], made_at[S], memory[3,M,W] fp64, at[1])    what became of them
     penalize(logits[R,V] fp32, counts[R,V], seen[R,V], presence[R], frequency[R], repetition[R]) -> [R,V]
     sample(logits[R,V] fp32, temperature[R], top_k[R], top_p[R], min_p[R], seed[R], position[R]) -> ids[R] int64
     logprobs(logits[R,V] fp32, ids[R], k) -> (own[R], rank[R], top ids[R,k], top[R,k])
@@ -104,6 +108,9 @@ swiglu = Op(_draft.swiglu)
 block_attention = Op(_draft.block_attention)
 block_attention_packed = Op(_draft.block_attention_packed)
 confidence = Op(_draft.confidence)
+certainty = Op(_draft.certainty)
+expect = Op(_draft.expect)
+learn = Op(_draft.learn)
 penalize = Op(_sample.penalize)
 sample = Op(_sample.sample)
 logprobs = Op(_sample.logprobs)

@@ -8,7 +8,6 @@ DSpark's Markov head makes each draft depend on the one before it; without it, d
 belong together, so DFlash is best left greedy.
 """
 
-import torch
 from torch import Tensor
 
 from leyden import ops
@@ -61,6 +60,6 @@ class DFlash:
         if not self._confident:
             return Draft(drafts)
         if self._learned is not None:
-            return Draft(drafts, self._learned.estimate(heads, torch.stack(logits, 1)))
+            return Draft(drafts, self._learned.estimate(heads, logits), self._learned.settle)
         previous = ops.join(heads.anchors[:, None], drafts[:, :-1])
         return Draft(drafts, network.confidence(hidden, previous))

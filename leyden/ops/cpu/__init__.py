@@ -43,6 +43,9 @@ if available:
         ops.block_attention: attention.block_attention,
         ops.confidence: drafter.confidence,
         ops.sample: sample.sample,
+        ops.certainty: sample.certainty,
+        ops.expect: drafter.expect,
+        ops.learn: drafter.learn,
     }
     _products: dict[ops.Op, Callable[..., Any]] = {
         ops.embed: linear.embed,

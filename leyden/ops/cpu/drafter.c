@@ -1,4 +1,4 @@
-/* What drafters have and the target has not: rotary embedding, the middle of a gated MLP, a confidence head. */
+/* What drafters have and the target has not: rotary embedding, the middle of a gated MLP, confidence. */
 
 #include "kernels.h"
 
@@ -84,5 +84,58 @@ KERNEL(confidence, Confidence) {
         for (int64_t i = 0; i < a->more; i += LANES)
             dot += load(also, i, a->more, type) * load(a->weight + a->width, i, a->more, F32);
         a->out[row] = sum(dot) + *a->bias;
+    }
+}
+
+typedef struct {
+    const float *scores;   /* [rows, count] */
+    const double *weights; /* [1 + width] */
+    float *open;           /* [slots, width] */
+    int32_t *made_at;      /* [slots] */
+    const int32_t *slots;  /* [rows] */
+    const int32_t *places; /* [rows] */
+    float *out;            /* [rows, count] */
+    int64_t rows, count, width;
+} Expect;
+
+KERNEL(expect, Expect) {
+    if (thread) return;
+    for (int64_t r = 0; r < a->rows; r++) {
+        float *open = a->open + a->slots[r] * a->width;
+        a->made_at[a->slots[r]] = a->places[r];
+        for (int64_t i = 0; i < a->width; i++) open[i] = i < a->count ? a->scores[r * a->count + i] : NAN;
+        for (int64_t i = 0; i < a->count; i++)
+            a->out[r * a->count + i] = (float)(open[i] * a->weights[0] + a->weights[1 + i]);
+    }
+}
+
+typedef struct {
+    const int64_t *tokens, *following; /* [tokens] */
+    Rows rows;
+    float *open;            /* [slots, width] */
+    const int32_t *made_at; /* [slots] */
+    double *memory;         /* [3, size, width] */
+    int64_t *at;            /* [1] */
+    int64_t size, width;
+} Learn;
+
+KERNEL(learn, Learn) {
+    if (thread) return;
+    const int64_t part = a->size * a->width;
+    for (int64_t r = 0; r < a->rows.count; r++) {
+        const int64_t first = a->rows.starts[r], end = a->rows.starts[r + 1], slot = a->rows.slots[r];
+        float *open = a->open + slot * a->width;
+        double *memory = a->memory + *a->at * a->width;
+        int reached = 1;
+        for (int64_t i = 0; i < a->width; i++) {
+            const int there = first + i + 1 < end && a->tokens[first + i + 1] >= 0;
+            const int right = there && a->tokens[first + i + 1] == a->following[first + i], sane = isfinite(open[i]);
+            memory[i] = sane ? open[i] : 0;
+            memory[part + i] = right;
+            memory[2 * part + i] = there && reached && sane && a->rows.past[r] == a->made_at[slot];
+            reached = reached && right;
+            open[i] = NAN;
+        }
+        *a->at = (*a->at + 1) % a->size;
     }
 }

@@ -4,14 +4,18 @@ import torch
 from torch import Tensor
 
 from leyden.formats import Weight
+from leyden.ops.cpu.attention import ROWS, places
 from leyden.ops.cpu.linear import product
 from leyden.ops.cpu.matrix import fits, matrix
 from leyden.ops.cpu.program import Kernel, apart, empty, run, types
 from leyden.ops.reference import draft as reference
+from leyden.ops.rows import Rows
 
 _ANGLES = Kernel("angles", "ttttiid")
 _ROTATE = Kernel("rotate", "ttttiiii")
 _SILU_TIMES = Kernel("silu_times", "tttii")
+_EXPECT = Kernel("expect", "ttttttt" + "iii")
+_LEARN = Kernel("learn", "tt" + ROWS + "tttt" + "ii")
 _CONFIDENCE = Kernel("confidence", "tttttiiii")
 
 
@@ -64,3 +68,26 @@ def confidence(hidden: Tensor, also: Tensor | None, weight: Tensor, bias: Tensor
     form = (out.numel(), width, more, types[hidden.dtype])
     run(_CONFIDENCE(hidden, also, weight, bias, out, *form), work=out.numel() * (width + more))
     return out
+
+
+def expect(scores: Tensor, weights: Tensor, open: Tensor, made_at: Tensor, slots: Tensor, places: Tensor) -> Tensor:
+    whole = slots.dtype == places.dtype == made_at.dtype == torch.int32
+    known = whole and scores.dtype == open.dtype == torch.float32 and weights.dtype == torch.float64
+    if not (known and all(t.is_contiguous() for t in (scores, weights, open, slots, places))):
+        return reference.expect(scores, weights, open, made_at, slots, places)
+    out = empty(*scores.shape, dtype=torch.float32)
+    run(_EXPECT(scores, weights, open, made_at, slots, places, out, *scores.shape, open.shape[1]), work=0)
+    return out
+
+
+def learn(
+    tokens: Tensor, following: Tensor, rows: Rows, open: Tensor, made_at: Tensor, memory: Tensor, at: Tensor
+) -> None:
+    assert rows.slots is not None
+    whole = tokens.dtype == following.dtype == at.dtype == torch.int64
+    whole = whole and rows.slots.dtype == rows.past.dtype == made_at.dtype == torch.int32
+    known = whole and open.dtype == torch.float32 and memory.dtype == torch.float64
+    if not (known and all(t.is_contiguous() for t in (tokens, following, open, memory))):
+        return reference.learn(tokens, following, rows, open, made_at, memory, at)
+    run(_LEARN(tokens, following, *places(rows), open, made_at, memory, at, *memory.shape[1:]), work=0)
+    return None

@@ -14,6 +14,8 @@ from leyden.formats import Weight
 from leyden.ops.reference.linear import linear
 from leyden.ops.rows import Rows
 
+SUREST = 40.0  # log-odds
+
 
 def begin_drafts(
     slots: Tensor, last: Tensor, drafts: Tensor, committed: Tensor, count: int
@@ -172,3 +174,53 @@ def confidence(hidden: Tensor, also: Tensor | None, weight: Tensor, bias: Tensor
     [1, H + K], bias fp32 [1]."""
     read = hidden.float() if also is None else torch.cat([hidden.float(), also.float()], dim=-1)
     return F.linear(read, weight, bias).squeeze(-1)
+
+
+def certainty(logits: Tensor) -> Tensor:
+    """Log-odds of the most likely of logits fp32 [R, V], log p - log(1 - p), from -40 to 40: fp32 [R]."""
+    most, which = logits.max(-1, keepdim=True)
+    others = logits.scatter(-1, which, float("-inf")).logsumexp(-1)
+    return (most[..., 0] - others).clamp(-SUREST, SUREST)
+
+
+def expect(scores: Tensor, weights: Tensor, open: Tensor, made_at: Tensor, slots: Tensor, places: Tensor) -> Tensor:
+    """Log-odds fp32 [R, count] that drafts are kept if those before them are: weights[0] * score + weights[1 + place].
+
+    scores fp32 [R, count]: the certainty of each; weights fp64 [1 + W]: slope, biases. Until learn() they are open: in
+    open fp32 [S, W], NaN behind them, at slots int [R]; and made at places int32 [R], those of the anchors.
+    """
+    count = scores.shape[1]
+    open[slots] = float("nan")
+    open[slots, :count] = scores
+    made_at[slots] = places
+    return (scores.double() * weights[0] + weights[1 : 1 + count]).float()
+
+
+def learn(
+    tokens: Tensor, following: Tensor, rows: Rows, open: Tensor, made_at: Tensor, memory: Tensor, at: Tensor
+) -> None:
+    """What became of the open drafts of R rows, each its anchor and the drafts behind it, goes to memory[:, at + r].
+
+    tokens int64 [T]: as fed, -1 for none; following int64 [T]: what the target says after each. memory fp64 [3, M, W]:
+    scores, whether the draft was right, whether that is known, which it is if all before it were; a ring whose next
+    place is at int64 [1]. Rows whose drafts are from another place than their past count for nothing: a slot may have a
+    new sequence. Whatever it was, nothing is open in these rows then.
+    """
+    assert rows.slots is not None
+    device, width, slots = tokens.device, open.shape[1], rows.slots.long()
+    first, last = rows.starts[:-1].long(), rows.tokens - 1
+    places = first[:, None] + torch.arange(width, device=device)
+    there = places + 1 < rows.starts[1:, None]
+    tried = tokens[(places + 1).clamp(max=last)]
+    there &= tried >= 0
+    right = there & (tried == following[places.clamp(max=last)])
+    reached = there & torch.cat([torch.ones_like(right[:, :1]), right[:, :-1].cumprod(1).bool()], 1)
+    scores = open[slots]
+    known = reached & (rows.past == made_at[slots])[:, None] & scores.isfinite()
+    open[slots] = float("nan")
+    blocks = torch.stack([scores.nan_to_num(0, 0, 0), right.float(), known.float()]).to(memory.dtype)[
+        :, -memory.shape[1] :
+    ]
+    size = blocks.shape[1]
+    memory[:, (torch.arange(size, device=device) + at) % memory.shape[1]] = blocks
+    at.add_(size).remainder_(memory.shape[1])

@@ -77,3 +77,50 @@ def test_add_linear(draw, count: int, dtype: torch.dtype) -> None:
     expected = to + x.float() @ matrix.weight.float().T
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     close(ops.add_linear.reference(x, matrix, to).to(dtype), expected.to(dtype), scale=4)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 3, 16, 50, 2048])
+def test_certainty(draw, vocabulary: int) -> None:
+    logits = among_nan(draw(5, vocabulary, scale=4))
+    logits[0] = -torch.arange(vocabulary) * 1e4
+    logits[1, 0], logits[2] = float("nan"), 0.0
+    found, expected = both(ops.certainty, logits)
+    torch.testing.assert_close(found[0], expected[0], atol=1e-4, rtol=1e-5, equal_nan=True)
+
+
+def test_expect_and_learn() -> None:
+    """Over 40 steps of three rows with their own numbers of drafts; twice round the memory."""
+    random = torch.Generator().manual_seed(0)
+
+    def ids(*shape: int, low: int = 0, high: int = 2) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=random)
+
+    width, weights = 3, torch.tensor([0.5, -0.2, 0.1, 0.3], dtype=torch.float64)
+    tables = [
+        (
+            torch.full((6, width), float("nan")),
+            torch.zeros(6, dtype=torch.int32),
+            torch.zeros(3, 64, width, dtype=torch.float64),
+            torch.zeros(1, dtype=torch.int64),
+        )
+        for _ in range(2)
+    ]
+    for step in range(40):
+        slots = (torch.randperm(5, generator=random)[:3] + 1).int()
+        lens = [1 + int(n) for n in ids(3, high=width + 1)]
+        batch = rows([step, 3, step], lens, slots.tolist())
+        scores, places = torch.randn(3, int(ids(1, low=1, high=width + 1)), generator=random), batch.past.int()
+        scores[0, 0] = float("inf") if step % 7 == 0 else 1.0
+        tokens, following = ids(sum(lens), low=-1), ids(sum(lens))
+        made = []
+        for table, run_expect, run_learn in zip(
+            tables, (ops.expect._kernels["cpu", "dense"], ops.expect.reference),
+            (ops.learn._kernels["cpu", "dense"], ops.learn.reference), strict=True,
+        ):  # fmt: skip
+            open_, made_at, memory, at = table
+            made.append(run_expect(scores, weights, open_, made_at, slots, places))
+            run_learn(tokens, following, batch, open_, made_at, memory, at)
+        torch.testing.assert_close(*made)
+        for one, other in zip(*tables, strict=True):
+            torch.testing.assert_close(one, other, equal_nan=True)
+    assert tables[0][2][2].sum() > 40 and int(tables[0][3]) == 120 % 64
