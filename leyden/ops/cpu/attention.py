@@ -34,7 +34,7 @@ def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scal
     flat = q.flatten(-2)
     if not (known(q, cache.shape[3]) and cache.dtype in types and cache.is_contiguous()):
         return reference.attention(q, cache, rows, k_scale, v_scale)
-    return _attention(flat, q.shape[1], pages(cache, rows), *cache.shape[3:], rows)
+    return _attention(flat, q.shape[1], pages(cache, rows), cache.shape[3], cache.shape[4], rows)
 
 
 def attention_packed(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
@@ -53,8 +53,8 @@ def block_attention(
     plain = cache.dtype in types and cache.is_contiguous() and (sinks is None or sinks.dtype in types)
     if not (alike and plain and known(q, k.shape[1])):
         return draft.block_attention(q, k, v, cache, rows, causal, window, sinks)
-    own = _Own(*flat[1:], sinks, causal, window or 0)
-    return _attention(flat[0], q.shape[1], pages(cache, rows), *cache.shape[3:], rows, own)
+    own = _Own(flat[1], flat[2], sinks, causal, window or 0)
+    return _attention(flat[0], q.shape[1], pages(cache, rows), cache.shape[3], cache.shape[4], rows, own)
 
 
 class _Own(NamedTuple):
