@@ -65,16 +65,16 @@ typedef struct {
 
 /* Queries of one block: `block` tokens with all the heads that share a key head, one after the other.
 
-With F32, queries are scaled copies, keys and values are widened. With BF16 where the machine multiplies pairs of that,
-queries and keys stay where they are, and two keys' values lie side by side: (v0[0], v1[0]), (v0[1], v1[1]), ... */
+With F32, queries are copies, keys and values are widened. With BF16 where the machine multiplies pairs of that, queries
+stay where they are, two keys' values lie side by side: (v0[0], v1[0]), (v0[1], v1[1]), ..., and so do the same two
+elements of all keys: (k0[0], k0[1]), (k1[0], k1[1]), ... */
 typedef struct {
     int64_t count, width;      /* queries, elements of each in memory: dim, rounded up */
     float *q, *sums;           /* [count, width] */
-    float *keys, *values;      /* [TILE, width] */
+    float *keys, *values;      /* [TILE, width]; in pairs [width / 2, TILE, 2] and [TILE / 2, width, 2] of BF16 */
     float *weights;            /* [count, TILE] */
     float *most, *total;       /* [count] */
     float *first, *limit;      /* [count]: the query sees positions from `first` to before `limit` */
-    const char *key[TILE];     /* the tile's keys, as they are or widened */
     const char *query[MOST_QUERIES];
     float scale;               /* of the scores */
 } Desk;
@@ -85,28 +85,44 @@ enum { PAIRS = 1 };
 enum { PAIRS = 0 };
 #endif
 
-INLINE vec score_part(vec score, const char *query, const char *key, __attribute__((unused)) const int narrow) {
+/* Scores of M queries with the keys of the tile, to where their weights will be. */
+INLINE void compare(const Desk *d, int64_t m, const int M, __attribute__((unused)) const int narrow) {
 #if WIDTH == 64 && defined(__AVX512BF16__)
-    if (narrow)
-        return _mm512_dpbf16_ps(score, (__m512bh)_mm512_loadu_si512(query), (__m512bh)_mm512_loadu_si512(key));
+    if (narrow) {
+        vec score[4][TILE / LANES] = {};
+        for (int64_t pair = 0; pair < d->width / 2; pair++)
+            for (int i = 0; i < M; i++) {
+                int32_t both;
+                memcpy(&both, d->query[m + i] + 4 * pair, 4);
+                for (int j = 0; j < TILE / LANES; j++) {
+                    const __m512bh keys = (__m512bh)_mm512_loadu_si512(d->keys + pair * TILE + j * LANES);
+                    score[i][j] = _mm512_dpbf16_ps(score[i][j], keys, (__m512bh)_mm512_set1_epi32(both));
+                }
+            }
+        for (int i = 0; i < M; i++) memcpy(d->weights + (m + i) * TILE, score[i], sizeof score[i]);
+        return;
+    }
 #endif
-    return score + load_all(query, F32) * load_all(key, F32);
+    for (int64_t i = m; i < m + M; i++)
+        for (int64_t j = 0; j < TILE; j += LANES) {
+            vec score[LANES] = {};
+            for (int64_t e = 0; e < d->width; e += LANES)
+                for (int key = 0; key < LANES; key++)
+                    score[key] += load_all(d->query[i] + 4 * e, F32) * load_all(d->keys + (j + key) * d->width + e, F32);
+            store_all(sums(score), d->weights + i * TILE + j, F32);
+        }
 }
 
-/* Scores of a query with the keys of the tile at `start`, then weights: exp(score - largest so far). What was summed
-with an older maximum shrinks by the factor that is returned. */
+/* From a query's scores with the tile at `start` to weights: exp(score - largest so far). What was summed with an older
+maximum shrinks by the factor that is returned. */
 INLINE float weigh(const Desk *d, int64_t m, int64_t start, const int narrow) {
     float *weights = d->weights + m * TILE;
     vec position = splat((float)start), most = splat(-INFINITY);
     for (int i = 0; i < LANES; i++) position[i] += i;
     const vec first = splat(d->first[m]), limit = splat(d->limit[m]);
-    const int64_t bytes = d->width * (narrow ? 2 : 4);
     for (int64_t j = 0; j < TILE; j += LANES) {
-        vec score[LANES];
-        for (int i = 0; i < LANES; i++) score[i] = (vec){};
-        for (int64_t e = 0; e < bytes; e += WIDTH)
-            for (int i = 0; i < LANES; i++) score[i] = score_part(score[i], d->query[m] + e, d->key[j + i] + e, narrow);
-        const vec seen = pick((position >= first) & (position < limit), sums(score) * d->scale, splat(-INFINITY));
+        const vec score = load_all(weights + j, F32) * d->scale;
+        const vec seen = pick((position >= first) & (position < limit), score, splat(-INFINITY));
         memcpy(weights + j, &seen, sizeof seen);
         most = vmax(most, seen);
         position += LANES;
@@ -172,15 +188,38 @@ INLINE void find(const Attention *a, int64_t r, int64_t position, int64_t head, 
     }
 }
 
+#if WIDTH == 64 && defined(__AVX512BF16__)
+/* 16 rows of 16 words become columns: fours within each 128 bits first, then the fours. */
+INLINE void transpose(__m512i x[16]) {
+    __m512i y[16];
+    for (int i = 0; i < 16; i += 4) {
+        const __m512i a = _mm512_unpacklo_epi32(x[i], x[i + 1]), b = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+        const __m512i c = _mm512_unpacklo_epi32(x[i + 2], x[i + 3]), d = _mm512_unpackhi_epi32(x[i + 2], x[i + 3]);
+        y[i] = _mm512_unpacklo_epi64(a, c);
+        y[i + 1] = _mm512_unpackhi_epi64(a, c);
+        y[i + 2] = _mm512_unpacklo_epi64(b, d);
+        y[i + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+    for (int i = 0; i < 4; i++) {
+        const __m512i a = _mm512_shuffle_i32x4(y[i], y[4 + i], 0x88), b = _mm512_shuffle_i32x4(y[8 + i], y[12 + i], 0x88);
+        const __m512i c = _mm512_shuffle_i32x4(y[i], y[4 + i], 0xdd), d = _mm512_shuffle_i32x4(y[8 + i], y[12 + i], 0xdd);
+        x[i] = _mm512_shuffle_i32x4(a, b, 0x88);
+        x[4 + i] = _mm512_shuffle_i32x4(c, d, 0x88);
+        x[8 + i] = _mm512_shuffle_i32x4(a, b, 0xdd);
+        x[12 + i] = _mm512_shuffle_i32x4(c, d, 0xdd);
+    }
+}
+#endif
+
 /* Keys and values of positions [start, start + TILE), zeros from `end` on. */
 INLINE void lay_out(const Attention *a, Desk *d, int64_t r, int64_t head, int64_t start, int64_t end,
                     __attribute__((unused)) const int narrow) {
     const Store *s = &a->store;
     const int64_t dim = s->dim, past = a->rows.past[r];
-    const char *value[TILE], *next_key, *next_value;
+    const char *key[TILE], *value[TILE], *next_key, *next_value;
     for (int64_t j = 0; j < TILE; j++) {
-        d->key[j] = value[j] = NOTHING;
-        if (start + j < end) find(a, r, start + j, head, &d->key[j], &value[j]);
+        key[j] = value[j] = NOTHING;
+        if (start + j < end) find(a, r, start + j, head, &key[j], &value[j]);
         if (start + TILE + j < end) { /* pages lie anywhere: only we know what is read next */
             find(a, r, start + TILE + j, head, &next_key, &next_value);
             for (int64_t e = 0; e < dim * size_of(s->type); e += 64) {
@@ -201,16 +240,22 @@ INLINE void lay_out(const Attention *a, Desk *d, int64_t r, int64_t head, int64_
                                                                _mm512_castsi256_si512(second));
                 _mm512_storeu_si512(d->values + pair * d->width + e, both);
             }
+        for (int64_t j = 0; j < TILE; j += 16)
+            for (int64_t e = 0; e < dim; e += 32) {
+                __m512i pairs[16];
+                for (int i = 0; i < 16; i++) pairs[i] = _mm512_loadu_si512(key[j + i] + 2 * e);
+                transpose(pairs);
+                for (int i = 0; i < 16; i++) _mm512_storeu_si512(d->keys + (e / 2 + i) * TILE + j, pairs[i]);
+            }
         return;
     }
 #endif
     for (int64_t j = 0; j < TILE; j++) {
         const int kept = a->k && start + j >= past ? (int)a->type : (int)s->type;
         for (int64_t e = 0; e < d->width; e += LANES) {
-            store_all(load(d->key[j], e, dim, kept), d->keys + j * d->width + e, F32);
+            store_all(load(key[j], e, dim, kept), d->keys + j * d->width + e, F32);
             store_all(load(value[j], e, dim, kept), d->values + j * d->width + e, F32);
         }
-        d->key[j] = (const char *)(d->keys + j * d->width);
     }
 }
 
@@ -244,6 +289,10 @@ INLINE void attend(const Attention *a, Desk *d, int64_t r, int64_t head, int64_t
         for (int64_t m = 0, some; m < d->count; m += some) {
             float shrink[4];
             some = d->count - m < 4 ? 1 : 4;
+            if (some == 4)
+                compare(d, m, 4, narrow);
+            else
+                compare(d, m, 1, narrow);
             for (int i = 0; i < some; i++) shrink[i] = weigh(d, m + i, start, narrow);
             int64_t e = 0;
             for (; some == 4 && e + 4 * LANES <= d->width; e += 4 * LANES) mix(d, m, e, shrink, 4, 4, narrow);
