@@ -17,7 +17,7 @@ from leyden.model.context import Context
 class Seen:
     """A step of the target, T tokens in the rows of `ctx`."""
 
-    tokens: Tensor  # int64 [T], as fed; -1 for what a row has fewer than others in a recorded step
+    tokens: Tensor  # int64 [T], as fed; in a recorded step -1 may stand for what a row has less than others
     following: Tensor  # int64 [T]: the token after each; just some token behind a rejected draft
     hidden: Tensor  # [T, H], after norm_f
     taps: list[Tensor]  # [T, H] each: the residual stream after the layers that the drafter asked for
@@ -51,6 +51,7 @@ class Drafter(Protocol):
     width: int  # most drafts per step
     taps: tuple[int, ...]  # target layers whose residual stream it reads
     lookahead: int  # positions from the anchor on whose keys it may write
+    steady: bool  # both verbs are the same work each time, all of it on the device: a CUDA graph can do it again
 
     def observe(self, seen: Seen) -> None:
         """Take in a step, those of its tokens included that turn out to be rejected: their places come again."""
