@@ -105,7 +105,7 @@ class DraftGraphs:
         else:
             forward, key = ("forward", *form), ("after", *form, plan.drafter, plan.drafts)
             if form not in self._given:
-                self._given[form] = _Outcome.empty(*form[:2], self._slots.device)
+                self._given[form] = _Outcome.empty(form[0], form[1], self._slots.device)
             outcome = self._given[form]
             if not self._record(forward, lambda: self._forward(forward, form).logits):
                 return None
