@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from leyden.bench import kernels
 from leyden.cli import bench as command
