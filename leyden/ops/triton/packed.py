@@ -78,7 +78,7 @@ def _fragments(words, FIRST: tl.constexpr, BITS: tl.constexpr):
         return made
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _product(
     x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets, M, N, x_stride,
     K: tl.constexpr, BITS: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, UP: tl.constexpr,
@@ -248,14 +248,14 @@ def product(
     """Rows of x, bfloat16 and aligned(), times one matrix, or with `ids` of one row or `lists` of moe.listed() those of
     a stack, of which `count` rows have chosen `choices` each; and times `parts` of the shared expert, see _product."""
     size, k = weight.shape[-2:]
-    four = weight.format.name != "fp8"
+    bits = 8 if weight.format.name == "fp8" else 4
     codes, scales, whole = stored(weight)
     shared_codes, shared_scales, shared_whole = stored(shared) if shared else (codes, scales, whole)
     order, offsets = lists or (None, None)
     routed = lists is not None or ids is not None
     total = weight.shape[0] if lists else choices if ids is not None else 1
     mean = max(1, count * choices / total) if routed else count
-    how = shape or chosen(mean, size, k, min(total, count * choices) + parts)
+    how = shape or chosen(mean, size, k, min(total, count * choices) + parts, bits)
     bands = how.warps // how.split
     grid = (
         triton.cdiv(size, 16 * how.tiles * bands),
@@ -264,17 +264,19 @@ def product(
     )
     _product[grid](
         x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets, count, size,
-        x.stride(0), k, 4 if four else 8, choices, parts, up, not (routed and up),
+        x.stride(0), k, bits, choices, parts, up, not (routed and up),
         how.tiles, how.groups, how.split, 32 * how.warps, num_warps=how.warps, **OPTIONS,
     )  # fmt: skip
 
 
-def chosen(mean: float, size: int, k: int, matrices: int) -> Shape:
-    """For `mean` rows of x for each of `matrices` [size, k] that are read: enough warps for every multiprocessor."""
+def chosen(mean: float, size: int, k: int, matrices: int, bits: int) -> Shape:
+    """For `mean` rows of x for each of `matrices` [size, k] that are read: enough warps for every multiprocessor, and
+    two tiles for each, which share the rows of x, where registers allow it and issuing instructions is what takes time.
+    """
     groups = min(4, max(1, -(-int(mean) // 8)))
     tiles = size / 16 * matrices * max(1, mean / (8 * groups))
-    for rows in (2, 1) if mean > 4 else (1,):
-        for split in (1, 2, 4, 8, 16):
+    for rows in (2, 1) if bits == 4 and mean > 4 else (1,):
+        for split in (1, 2, 4, 8, 16) if groups == 1 else (1, 2, 4, 8):
             if tiles / rows * split >= WARPS and split * 128 <= k:
                 return Shape(rows, groups, split, max(4, split))
     return Shape(1, groups, 8, 8)
