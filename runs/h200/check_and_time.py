@@ -956,6 +956,12 @@ def few_bits(count: int) -> list[tuple[str, list[Callable[[], object]], float]]:
     made.append((f"nvfp4 head M={count}", [partial(ops.linear, x, head, torch.float32)] * 4, VOCABULARY * H * 9 / 16))
     made.append((f"fp8 in_proj M={count}", [partial(ops.linear, x, m.in_proj) for m in mamba], PROJECTED * H))
     made.append((f"fp8 out_proj M={count}", [partial(ops.linear, inner, m.out_proj) for m in mamba], INNER * H))
+    if count == 1:  # what more rows take
+        p = torch.empty(1, PROJECTED, dtype=BF, device="cuda")
+        runs = [partial(packed.product, x, m.in_proj, p, 1) for m in mamba]
+        made.append(("fp8 in_proj M=1 by fragments", runs, PROJECTED * H))
+        runs = [partial(packed.product, inner, m.out_proj, done, 1) for m in mamba]
+        made.append(("fp8 out_proj M=1 by fragments", runs, INNER * H))
     return made
 
 
