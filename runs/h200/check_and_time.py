@@ -1067,8 +1067,9 @@ def tune(seconds: float = 75) -> None:
             groups = min(4, -(-int(key[0]) // 8))
             shapes = [(1, 1, 4, 4), (1, 1, 8, 8), (1, 1, 2, 4), (2, 1, 4, 4), (2, 1, 2, 4), (2, 1, 1, 4)]
             if key[0] > 4:
-                shapes = [(rows, g, split, 4) for g in sorted({groups, min(4, groups + 1)}) for rows, split in
-                          ((2, 1), (2, 2), (2, 4), (1, 4), (1, 1))] + [(1, groups, 8, 8)]  # fmt: skip
+                near = sorted({max(1, groups - 1), groups, min(4, groups + 1)})
+                cuts = (2, 1), (2, 2), (2, 4), (1, 4), (1, 1)
+                shapes = [(tiles, g, split, 4) for g in near for tiles, split in cuts] + [(1, groups, 8, 8)]
             for shape in shapes:
                 if time.monotonic() > ended:
                     break

@@ -104,19 +104,23 @@ def _mixed(
         routed = moe.many_rows(x.contiguous(), ids, weights, decoded(up), decoded(down))
         return routed if shared_up is None or shared_down is None else routed + mlp_nvfp4(x, shared_up, shared_down)
     x = packed.aligned(x)
-    joined = 0
-    if shared_up is not None and count <= JOINT_ROWS and shared_up.shape[0] % inner == 0:
-        joined = shared_up.shape[0] // inner
-    parts = joined or int(shared_up is not None)
-    h = torch.empty(pairs + joined * count, inner, dtype=x.dtype, device=x.device)
-    done = torch.empty(pairs + parts * count, size, dtype=x.dtype, device=x.device)
+    few, parts = count <= JOINT_ROWS, 0
+    if few and shared_up is not None and shared_up.shape[0] % inner == 0:
+        parts = shared_up.shape[0] // inner
+    apart = shared_up is not None and not parts
+    h = torch.empty(pairs + parts * count, inner, dtype=x.dtype, device=x.device)
+    done = torch.empty(pairs + max(parts, apart) * count, size, dtype=x.dtype, device=x.device)
     lists, single = (None, ids) if count == 1 else (moe.listed(ids, total), None)
-    with_shared = (shared_up, shared_down) if joined else (None, None)
-    packed.product(x, up, h, count, True, choices, single, lists, with_shared[0], joined)
-    packed.product(h, down, done, count, False, choices, single, lists, with_shared[1], joined)
-    if shared_up is not None and shared_down is not None and not joined:
+    with_up, with_down = (shared_up, shared_down) if parts else (None, None)
+    packed.product(x, up, h, count, True, choices, single, lists, with_up, parts)
+    if few and not apart:
+        out = torch.empty(count, size, dtype=x.dtype, device=x.device)
+        packed.product(h, down, done, count, False, choices, single, lists, with_down, parts, weights, out)
+        return out
+    packed.product(h, down, done, count, False, choices, single, lists, with_down, parts)
+    if shared_up is not None and shared_down is not None and apart:
         _mlp(x, shared_up, shared_down, done[pairs:])
-    return moe.combined(done, weights, count, size, parts)
+    return moe.combined(done, weights, count, size, max(parts, apart))
 
 
 def _mlp(x: Tensor, up: Weight, down: Weight, out: Tensor) -> None:
