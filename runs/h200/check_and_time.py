@@ -32,7 +32,7 @@ from leyden import ops
 from leyden.cache.pool import Pool, PoolShape
 from leyden.config.model import ModelConfig
 from leyden.formats.fp8 import FP8
-from leyden.formats.nvfp4 import NVFP4
+from leyden.formats.nvfp4 import NVFP4, arrange
 from leyden.model import checkpoint
 from leyden.model.context import Context
 from leyden.ops.rows import Rows
@@ -896,7 +896,8 @@ def check_few_bits() -> None:
     exact = [stored(dequantized(w)) for w in matrices]
 
     def decoding() -> None:
-        wanted = up.dense()  # as the checkpoint has it; after the next line in tiles
+        wanted = up.dense()
+        assert arrange(up)
         verdict("nvfp4 decoded", float((nvfp4.decoded(up) != wanted).float().mean()), 0)
         verdict("nvfp4 in tiles", float((up.dense() != wanted).float().mean()), 0)
 
@@ -944,8 +945,8 @@ def few_bits(count: int) -> list[tuple[str, list[Callable[[], object]], float]]:
             lists = None if count == 1 else moe.listed(ids, EXPERTS)
             runs.append(partial(packed.product, source, pair, out, count, is_up, CHOICES, ids if count == 1 else None,
                                 lists, shared if joined else None, joined))  # fmt: skip
-            nvfp4.arrange(pair)
-            nvfp4.arrange(shared)
+            arrange(pair)
+            arrange(shared)
         made.append((f"nvfp4 {name} M={count} ({touched:.0f})", runs, (touched + joined) * EXPERT * H * 9 / 16))
     if not joined:
         hs = randn(count, SHARED)
