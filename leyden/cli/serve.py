@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     """Serve until a signal or the engine's end; returns the exit code."""
     topic = pages.wanted(argv)
     if topic is not None:
-        print(pages.page("leyden serve MODEL [FLAGS]", ABOUT, topic, *table()))
+        print(pages.page("leyden serve [MODEL] [FLAGS]", ABOUT, topic, *table()))
         return 0
     started = time.monotonic()
     launch = Launch.from_argv(argv)

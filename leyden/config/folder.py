@@ -8,11 +8,14 @@ from leyden.config import gguf
 from leyden.errors import CheckpointError
 
 _FILES = ["*.json", "*.jinja", "*.safetensors"]
+_SHIPPED = Path(__file__).parent.parent / "pocket"
+# What the package brings along, by the name it is asked for.
+SHIPPED = {"pocket": "model", "pocket-dflash": "dflash", "pocket-dspark": "dspark"}
 
 
 def resolve(model: str | Path, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: `model` itself, what a GGUF file amounts to, or the local copy of a Hugging Face
-    repository, fetched if needed.
+    """The folder of a checkpoint: `model` itself, what a GGUF file amounts to, what the package ships under that name,
+    or the local copy of a Hugging Face repository, fetched if needed.
 
     Raises CheckpointError if there is no such folder and nothing by that name can be had from the hub.
     """
@@ -21,8 +24,13 @@ def resolve(model: str | Path, revision: str | None = None) -> Path:
         return folder
     if folder.suffix == ".gguf":
         return gguf.unpack(folder)
+    if str(model) in SHIPPED:
+        return _SHIPPED / SHIPPED[str(model)]
     if folder.is_absolute() or str(model).startswith((".", "~")) or str(model).count("/") != 1:
-        raise CheckpointError(f"model {str(model)!r}: no such folder (a Hugging Face id has the form owner/name)")
+        raise CheckpointError(
+            f"model {str(model)!r}: no such folder (a Hugging Face id has the form owner/name; "
+            f"with the package come {', '.join(SHIPPED)})"
+        )
 
     from huggingface_hub import snapshot_download
 

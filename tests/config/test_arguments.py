@@ -23,9 +23,6 @@ CASES = json.loads((Path(__file__).parent.parent / "data/cli.json").read_text())
 MESSAGES = {
     "prefix_abbrev": ["--max-num-s ", "--max-num-seqs", "--max-num-scheduled-tokens"],
     "prefix_ambiguous": ["--max-num ", "--max-num-seqs", "--max-num-batched-tokens"],
-    "no_model": ["no model given"],
-    "served_name_without_model": ["no model given"],
-    "cfg_no_model": ["no model given"],
     "max_len_decimal_binary": ["--max-model-len", "1.5k", "'1.5K'"],
     "cc_json_unknown": ["--compilation-config", "'nope'", "cudagraph_capture_sizes"],
     "so_backend_bad": ["--structured-outputs-config", "backend", "xgrammar", "'nope'"],
