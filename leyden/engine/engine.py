@@ -18,7 +18,7 @@ from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
 from leyden.config.speculative import SpeculativeConfig
 from leyden.engine.grammar import Allowed, Compiler, Grammars
-from leyden.engine.memory import Split, divide, dtype_of, free
+from leyden.engine.memory import Split, check_host_room, divide, dtype_of, free
 from leyden.engine.runner import Runner, StepOutput
 from leyden.engine.sampler import Sampler
 from leyden.engine.scheduler import Limits, Scheduler
@@ -125,6 +125,7 @@ class Engine:
         """Read a checkpoint and get ready. Raises ConfigError or CheckpointError."""
         started = time.monotonic()
         device = _device(config.device)
+        check_host_room(config, device)
         folder = resolve(config.model, config.revision)
         texts = resolve(config.tokenizer) if config.tokenizer else folder
         architecture = ModelConfig.from_folder(folder, config.hf_overrides)

@@ -1,6 +1,8 @@
 """Divides measured memory once, between state slots and KV pages, and says what that gives."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -150,6 +152,19 @@ def _tier(config: EngineConfig, states: int, pages: int, slot_bytes: int, page_b
             f"({slot_bytes / _GIB:.2g} GiB) and a page; give more, or leave the flag out"
         )
     return slots, (budget - slots * slot_bytes) // page_bytes
+
+
+def check_host_room(config: EngineConfig, device: torch.device) -> None:
+    """Whether there can be room for --kv-offloading-size: better known now than after loading. Raises ConfigError."""
+    if device.type == "cuda":
+        room, where, advice = _available(), "main memory has", "ask for less"
+    else:
+        folder = tempfile.gettempdir()
+        room, where = shutil.disk_usage(folder).free, f"{folder} has"
+        advice = "ask for less, or set TMPDIR to a folder with more"
+    if (config.kv_offloading_size or 0) * _GIB > room:
+        asked = f"--kv-offloading-size: {config.kv_offloading_size:,g} GiB are asked for"
+        raise ConfigError(f"{asked}, {where} {room / _GIB:,.1f} GiB; {advice}")
 
 
 def free(config: EngineConfig, device: torch.device) -> int:

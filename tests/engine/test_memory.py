@@ -11,7 +11,7 @@ from leyden.config.engine import EngineConfig
 from leyden.config.launch import Launch
 from leyden.config.model import ModelConfig
 from leyden.engine.engine import Engine
-from leyden.engine.memory import Split, divide
+from leyden.engine.memory import Split, check_host_room, divide
 from leyden.errors import ConfigError
 from leyden.testing import checkpoints
 from leyden.types import Request, SamplingParams
@@ -133,6 +133,13 @@ DRAFTS = {
     "mtp": DraftShape(width=3, lookahead=2, mtp_layers=1),
     "dspark": DraftShape(width=7, layers=(2, 1, 32)),
 }
+
+
+@pytest.mark.parametrize(("device", "where"), [("cpu", "TMPDIR"), ("cuda", "main memory")])
+def test_more_host_memory_than_there_is_is_refused(device, where):
+    check_host_room(EngineConfig(model="m", kv_offloading_size=0.001), torch.device(device))
+    with pytest.raises(ConfigError, match=f"--kv-offloading-size: 1e\\+06 GiB are asked for, .*{where}"):
+        check_host_room(EngineConfig(model="m", kv_offloading_size=1e6), torch.device(device))
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
