@@ -45,7 +45,7 @@ class Launch:
         given = arguments.values
         model = given.get("model_tag") or given.get("model")
         if not model:
-            raise ConfigError("no model given: leyden serve MODEL, a folder or a Hugging Face id")
+            raise ConfigError("no model given; expected a folder or a Hugging Face id")
         for flag in flags:
             if flag.dest in given and flag.treatment == "refuse" and not _accepted(flag, given[flag.dest]):
                 raise ConfigError(because(f"{shown(flag, given[flag.dest])} is not possible", flag.reason))

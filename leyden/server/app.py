@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from leyden import __version__, log
 from leyden.config.server import ServerConfig
@@ -161,6 +162,12 @@ class _JsonRoute(APIRoute):
             return await (endpoint(body=body, http=request) if wants_http else endpoint(body=body))
 
         return read
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """HEAD is GET here; of its answer uvicorn sends the head alone."""
+        if scope["method"] == "HEAD" and "GET" in self.methods:
+            scope = {**scope, "method": "GET"}
+        await super().handle(scope, receive, send)
 
 
 def _add_errors(app: fastapi.FastAPI, config: ServerConfig) -> None:
