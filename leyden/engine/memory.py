@@ -13,6 +13,8 @@ from leyden.cache.pool import NO_DRAFTER, DraftShape, Pool, PoolShape
 from leyden.config.engine import EngineConfig
 from leyden.config.model import ModelConfig
 from leyden.errors import ConfigError
+from leyden.formats.fp8 import E4M3
+from leyden.formats.scheme import Scheme
 
 logger = log.get(__name__)
 
@@ -26,7 +28,7 @@ _SNAPSHOT_SHARE = 0.5  # of what the running states leave: the rest is for pages
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "float16": torch.float16, "half": torch.float16} | {
     "bfloat16": torch.bfloat16
 }
-_CACHE_DTYPES = _DTYPES | {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}  # of keys and values
+_CACHE_DTYPES = _DTYPES | {"fp8": E4M3, "fp8_e4m3": E4M3}  # of keys and values
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ def divide(
     Raises ConfigError with the numbers if not even one sequence of max_model_len fits. Where --max-model-len was not
     given, the model's own limit is lowered to what fits instead.
     """
-    kv_dtype = dtype_of(config.kv_cache_dtype, dtype, "--kv-cache-dtype", _CACHE_DTYPES)
+    # auto on a CPU: an FP8 cache has no kernels there, and a CPU has the memory
+    fp8 = device == "cuda" and Scheme(model.quantization).fp8_cache
+    kv_dtype = dtype_of(config.kv_cache_dtype, E4M3 if fp8 else dtype, "--kv-cache-dtype", _CACHE_DTYPES)
     ssm_auto = dtype_of(model.mamba_ssm_cache_dtype, torch.float32, "mamba_ssm_cache_dtype")
     ssm_dtype = dtype_of(config.mamba_ssm_cache_dtype, ssm_auto, "--mamba-ssm-cache-dtype")
     page_bytes = Pool.page_bytes(model, config.block_size, kv_dtype, draft)

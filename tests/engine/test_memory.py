@@ -1,6 +1,7 @@
 """What divide() makes of the memory: the published sizes, refusals that say what would fit, drafters and all."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,26 @@ def test_the_published_sizes():
     made = split(20, max_num_seqs=8)
     assert made.page_bytes == 16 * 6144 and made.slot_bytes == 49_082_368
     assert split(20, max_num_seqs=8, mamba_ssm_cache_dtype="float16").slot_bytes == 24_965_120
+
+
+CACHES_FP8 = [
+    {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"},
+    {"producer": {}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},  # hf_quant_config.json
+    {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+]
+
+
+@pytest.mark.parametrize("quantization", CACHES_FP8)
+def test_auto_is_an_fp8_cache_where_the_checkpoint_says_so(quantization):
+    model = replace(NANO, quantization=quantization)
+
+    def kv_dtype(device: str, model: ModelConfig = model, **config: str) -> torch.dtype:
+        return divide(EngineConfig(model="m", **config), model, torch.bfloat16, device, 20 * GIB).shape.kv_dtype
+
+    assert kv_dtype("cuda") == torch.float8_e4m3fn
+    assert kv_dtype("cuda", kv_cache_dtype="bfloat16") == kv_dtype("cpu") == torch.bfloat16
+    assert kv_dtype("cuda", replace(NANO, quantization={"quant_algo": "NVFP4"})) == torch.bfloat16
+    assert kv_dtype("cuda", NANO) == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
