@@ -330,6 +330,11 @@ class EngineStats:
     pages_free: int = 0
     pages_cached: int = 0  # kept for later, given up when room is needed
     snapshots: int = 0
+    host_slots_total: int = 0  # places for states in host memory; 0: there is no second tier
+    host_slots_free: int = 0
+    host_pages_total: int = 0
+    host_pages_free: int = 0
+    moved: dict[str, int] = field(default_factory=dict)  # what went there and came back, by the names of Moves
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt tokens, those that were not computed
