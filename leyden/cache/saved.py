@@ -121,20 +121,18 @@ def load(folder: Path, made_with: dict[str, Any], cache: PrefixCache, pool: Pool
     states = np.memmap(path, np.uint8, "r", begin + pages.size, shape) if shape[0] else np.empty(shape, np.uint8)
 
     placed_pages, placed_states = cache.insert(header["nodes"], header["snapshots"])
-    for block in _blocks(placed_pages):
-        rows = torch.from_numpy(pages[[row for row, _, _ in block]])
-        near = [i for i, (_, page, _) in enumerate(block) if page]
-        put_pages(pool, [block[i][1] for i in near], rows[near].to(pool.kv.device))
-        for i, (_, _, far) in enumerate(block):
-            if far and store is not None:
-                store.pages[far] = rows[i]
-    for block in _blocks(placed_states):
-        rows = torch.from_numpy(states[[row for row, _, _ in block]])
-        near = [i for i, (_, slot, _) in enumerate(block) if slot]
-        put_states(pool, [block[i][1] for i in near], rows[near].to(pool.kv.device))
-        for i, (_, _, far) in enumerate(block):
-            if far and store is not None:
-                store.states[far] = rows[i]
+    far_pages, far_states = (None, None) if store is None else (store.pages, store.states)
+    for saved, placed, put, far_rows in (
+        (pages, placed_pages, put_pages, far_pages),
+        (states, placed_states, put_states, far_states),
+    ):
+        for block in _blocks(placed):
+            rows = torch.from_numpy(saved[[row for row, _, _ in block]])
+            near = [i for i, (_, place, _) in enumerate(block) if place]
+            put(pool, [block[i][1] for i in near], rows[near].to(pool.kv.device))
+            for i, (_, _, far) in enumerate(block):
+                if far and far_rows is not None:
+                    far_rows[far] = rows[i]
     taken = len(placed_states)
     logger.info("cache read from %s: %d of %d states, %.1f s", path, taken, shape[0], _since(started))
     return taken > 0
