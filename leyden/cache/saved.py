@@ -15,6 +15,7 @@ log line. The file holds token ids and salts of the requests as they are; only i
 import hashlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,6 +30,7 @@ from leyden import log
 from leyden.cache.pool import Pool
 from leyden.cache.prefix import PrefixCache
 from leyden.cache.store import Store, page_bytes, put_pages, put_states, state_bytes, take_pages, take_states
+from leyden.errors import ConfigError
 
 logger = log.get(__name__)
 
@@ -36,6 +38,7 @@ NAME = "cache.leyden"
 _MAGIC = b"leyden cache 1\n"
 _BLOCK = 256  # pages or states that are copied at once
 _CHECKSUM = 16
+_TELL = 5.0  # seconds between two lines about how far it is
 
 
 def identity(model: nn.Module, pool: Pool) -> dict[str, Any]:
@@ -52,9 +55,20 @@ def identity(model: nn.Module, pool: Pool) -> dict[str, Any]:
     return {"config": config, "weights": weights.hexdigest(), "arrays": [list(array) for array in arrays]}
 
 
+def check_folder(folder: Path) -> None:
+    """Whether save() can write there: better known at the start than at the end. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        message = f"--cache-dir {folder} cannot be written ({error.strerror}); name a folder that can be"
+        raise ConfigError(message) from None
+
+
 def save(folder: Path, made_with: dict[str, Any], cache: PrefixCache, pool: Pool, store: Store | None) -> None:
-    """Write what `cache` holds. Nothing may be under way on the device. Raises OSError."""
-    started = time.monotonic()
+    """Write what `cache` holds, with a line now and then. Nothing may be under way on the device. Raises OSError."""
+    started = told = time.monotonic()
     if store is not None:
         store.synchronize()
     nodes, snapshots = cache.contents()
@@ -73,12 +87,17 @@ def save(folder: Path, made_with: dict[str, Any], cache: PrefixCache, pool: Pool
     new = folder / f".{NAME}.{os.getpid()}"
     far_pages, far_states = (None, None) if store is None else (store.pages, store.states)
     digest = hashlib.blake2b(digest_size=_CHECKSUM)
+    size = len(pages) * sum(page_bytes(pool)) + len(states) * sum(state_bytes(pool))
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
 
             def write(data: bytes | memoryview) -> None:
+                nonlocal told
                 digest.update(data)
                 file.write(data)
+                if time.monotonic() - told > _TELL:
+                    told = time.monotonic()
+                    logger.info("saving the cache: %.1f of %.1f GiB", file.tell() / 2**30, size / 2**30)
 
             text = json.dumps(header, separators=(",", ":")).encode()
             write(_MAGIC + len(text).to_bytes(8, "little") + text)

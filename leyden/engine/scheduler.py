@@ -555,6 +555,11 @@ class Scheduler:
 
     # looking in
 
+    @property
+    def steps(self) -> int:
+        """How many were committed."""
+        return self._stats.steps
+
     def stats(self) -> EngineStats:
         stats, cache = self._stats, self.cache
         stats.running, stats.waiting = len(self.running), len(self.waiting)
