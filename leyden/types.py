@@ -85,9 +85,9 @@ class SamplingParams:
     """How one request wants its tokens. The defaults are neutral; a server puts generation_config.json below them.
 
     Processing order of the logits: logit_bias and allowed_token_ids, min_tokens mask, penalties, banned, grammar,
-    temperature, min_p, top_k, top_p. Where these leave no token at all, the grammar alone counts; without one the answer
-    ends. The tokens that end thinking at its budget are put in whatever the logits say. The engine sees ids only: `stop` is searched, and
-    `bad_words` are turned into `banned`, by the text layer.
+    temperature, min_p, top_k, top_p. Where these leave no token at all, the grammar alone counts; without one the
+    answer ends. The tokens that end thinking at its budget are put in whatever the logits say. The engine sees ids
+    only: `stop` is searched, and `bad_words` are turned into `banned`, by the text layer.
     """
 
     temperature: float = 1.0  # below 1e-5: greedy, ties go to the lowest id

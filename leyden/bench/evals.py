@@ -170,7 +170,8 @@ def main(argv: Sequence[str]) -> int:
         try:
             answers = asyncio.run(asked)
         except httpx.HTTPError as error:
-            raise LeydenError(f"no answers from {url}: {error}; is it a server's address, with /v1 at its end?") from None
+            advice = "is it the address of a server, with /v1 at its end?"
+            raise LeydenError(f"no answers from {url}: {error}; {advice}") from None
         taken = time.monotonic() - began
     found = table(answers)
     print(f"{len(answers)} answers in {taken:.0f} s, {args.at_once} at once")

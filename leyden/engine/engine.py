@@ -231,7 +231,7 @@ class Engine:
 
     @property
     def _due(self) -> bool:
-        """Whether the cache is to be saved now: when the interval is over and nobody waits, or when it is over twice."""
+        """Whether the cache is to be saved now: after the interval if nobody waits, else after two."""
         if not self._save_pause or self.scheduler.steps == self._saved_steps:
             return False
         since = time.monotonic() - self._saved_at

@@ -165,7 +165,7 @@ class _JsonRoute(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """HEAD is GET here; of its answer uvicorn sends the head alone."""
-        if scope["method"] == "HEAD" and "GET" in self.methods:
+        if scope["method"] == "HEAD" and "GET" in (self.methods or ()):
             scope = {**scope, "method": "GET"}
         await super().handle(scope, receive, send)
 

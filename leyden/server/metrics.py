@@ -311,9 +311,10 @@ class Report:
             f"{pages / max(stats.pages_total, 1):.1%} of the pages in use, {cached / max(read, 1):.1%} cache hits"
         )
         if stats.host_slots_total:
-            slots, pages = stats.host_slots_total, stats.host_pages_total
-            kept = f"{slots - stats.host_slots_free} of {slots} states, {pages - stats.host_pages_free} of {pages} pages"
-            line += f", in host memory {kept}"
+            line += (
+                f", in host memory {stats.host_slots_total - stats.host_slots_free} of {stats.host_slots_total} states "
+                f"and {stats.host_pages_total - stats.host_pages_free} of {stats.host_pages_total} pages"
+            )
         if drafts:
             line += f", {1 + accepted / drafts:.2f} tokens per draft ({accepted / max(drafted, 1):.1%} accepted)"
             line += ", SYNTHETIC: by decree" if stats.synthetic else ""

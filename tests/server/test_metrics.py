@@ -217,7 +217,7 @@ def test_report_speaks_only_when_something_happens():
     assert line is not None and "2 running, 0 waiting" in line and "10.0% of the pages" in line and "25.0%" in line
     assert "draft" not in line and "host" not in line
     stats.host_slots_total, stats.host_slots_free, stats.host_pages_total, stats.host_pages_free = 8, 5, 100, 60
-    assert "in host memory 3 of 8 states, 40 of 100 pages" in str(report.line(stats))
+    assert "in host memory 3 of 8 states and 40 of 100 pages" in str(report.line(stats))
     stats.running = 0
     stats.drafts, stats.drafted_tokens, stats.accepted_tokens = 10, 30, [8, 4, 3]
     line = report.line(stats)
