@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import inspect
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -40,6 +41,7 @@ from leyden.text.tokenizer import Tokenizer
 
 logger = log.get(__name__)
 
+_LAST_WORDS = 2  # seconds in which requests that are ended can say so
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -216,7 +218,19 @@ def _path(request: Request) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, stopped by a signal without dying of it: the exit code is ours to choose."""
+    """uvicorn, stopped by a signal without dying of it: the exit code is ours to choose.
+
+    Requests that run then have `grace` seconds; those that are left are told why they end, and their streams are whole.
+    """
+
+    def __init__(self, settings: uvicorn.Config, client: EngineClient, grace: float):
+        super().__init__(settings)
+        self._client, self._grace = client, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        error = Overloaded("the server is shutting down", 503)
+        asyncio.get_running_loop().call_later(self._grace, self._client.end, error)
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -231,7 +245,7 @@ class _Server(uvicorn.Server):
 def serve(app: fastapi.FastAPI, config: ServerConfig, client: EngineClient) -> int:
     """Run until SIGINT or SIGTERM (exit code 0) or until the engine is gone (1).
 
-    Requests that run when a signal comes get `shutdown_timeout` seconds.
+    Requests that run when a signal comes get `shutdown_timeout` seconds, then they end with an error of status 503.
     """
     settings = uvicorn.Config(
         app,
@@ -246,7 +260,7 @@ def serve(app: fastapi.FastAPI, config: ServerConfig, client: EngineClient) -> i
         log_config=None,  # leyden.log has set up logging
         log_level=config.uvicorn_log_level,
         access_log=False,  # the gate writes it
-        timeout_graceful_shutdown=config.shutdown_timeout or 1,  # with 0 uvicorn reports requests that had just ended
+        timeout_graceful_shutdown=config.shutdown_timeout + _LAST_WORDS,
         server_header=False,
     )
     if not config.local and not config.api_key:
@@ -255,7 +269,7 @@ def serve(app: fastapi.FastAPI, config: ServerConfig, client: EngineClient) -> i
         )
 
     async def main() -> int:
-        server = _Server(settings)
+        server = _Server(settings, client, config.shutdown_timeout)
         death = asyncio.ensure_future(client.died())
         death.add_done_callback(lambda _: setattr(server, "should_exit", True))
         await server.serve()

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -223,6 +225,25 @@ def test_signals_end_both_processes_cleanly(program: tuple[subprocess.Popen[str]
     process.send_signal(sig)
     assert process.wait(10) == 0
     eventually(lambda: not alive(engine))
+    assert "Traceback" not in process.communicate()[1]
+
+
+def test_requests_under_way_are_told_that_the_server_stops(program: tuple[subprocess.Popen[str], int, httpx.Client]):
+    process, _, http = program
+    whole: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: whole.append(http.post("/v1/completions", json=LONG)))
+    asking.start()
+    with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+        lines = response.iter_lines()
+        begun(lines)
+        eventually(lambda: re.search(r"vllm:num_requests_running{.*} 2.0", http.get("/metrics").text))
+        process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    asking.join()
+    assert rest[-1] == "data: [DONE]" and whole[0].status_code == 503
+    for error in (json.loads(rest[-2].removeprefix("data: "))["error"], whole[0].json()["error"]):
+        assert (error["code"], error["message"]) == (503, "the server is shutting down")
+    assert process.wait(10) == 0
     assert "Traceback" not in process.communicate()[1]
 
 
