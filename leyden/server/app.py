@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from http import HTTPStatus
+from types import FrameType
 from typing import Any
 
 import fastapi
@@ -226,11 +227,22 @@ class _Server(uvicorn.Server):
     def __init__(self, settings: uvicorn.Config, client: EngineClient, grace: float):
         super().__init__(settings)
         self._client, self._grace = client, grace
+        self._ending = False
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        error = Overloaded("the server is shutting down", 503)
-        asyncio.get_running_loop().call_later(self._grace, self._client.end, error)
+        asyncio.get_running_loop().call_later(self._grace, self._end)
         await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The second signal ends the grace, the third everything."""
+        if self.should_exit and not self._ending:
+            self._end()
+        else:
+            super().handle_exit(sig, frame)
+
+    def _end(self) -> None:
+        self._ending = True
+        self._client.end(Overloaded("the server is shutting down", 503))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -151,7 +151,7 @@ log.setup()
 link = OwnProcess("leyden.testing.scripted:engine", {"folder": folder, "cases": {}, "step_seconds": 0.005})
 print(link.pid, flush=True)
 assert "torch" not in sys.modules
-client, config = EngineClient(link), ServerConfig(port=port)
+client, config = EngineClient(link), ServerConfig(port=port, shutdown_timeout=int(sys.argv[3]))
 tokenizer = Tokenizer.from_folder(folder)
 app = build(config, client, tokenizer, ChatTemplate.from_folder(folder, tokenizer), model="tiny")
 sys.exit(serve(app, config, client))
@@ -159,9 +159,11 @@ sys.exit(serve(app, config, client))
 
 
 @pytest.fixture
-def program(folder: Path, unused_port: int) -> Iterator[tuple[subprocess.Popen[str], int, httpx.Client]]:
-    """(process, pid of its engine, client)"""
-    command = [sys.executable, "-c", PROGRAM, str(folder), str(unused_port)]
+def program(
+    folder: Path, unused_port: int, request: pytest.FixtureRequest
+) -> Iterator[tuple[subprocess.Popen[str], int, httpx.Client]]:
+    """Parametrised with the shutdown timeout -> (process, pid of its engine, client)"""
+    command = [sys.executable, "-c", PROGRAM, str(folder), str(unused_port), str(getattr(request, "param", 0))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -228,7 +230,10 @@ def test_signals_end_both_processes_cleanly(program: tuple[subprocess.Popen[str]
     assert "Traceback" not in process.communicate()[1]
 
 
-def test_requests_under_way_are_told_that_the_server_stops(program: tuple[subprocess.Popen[str], int, httpx.Client]):
+@pytest.mark.parametrize(("program", "signals"), [(0, 1), (60, 2)], indirect=["program"])
+def test_requests_under_way_are_told_that_the_server_stops(
+    program: tuple[subprocess.Popen[str], int, httpx.Client], signals: int
+):
     process, _, http = program
     whole: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: whole.append(http.post("/v1/completions", json=LONG)))
@@ -237,7 +242,9 @@ def test_requests_under_way_are_told_that_the_server_stops(program: tuple[subpro
         lines = response.iter_lines()
         begun(lines)
         eventually(lambda: re.search(r"vllm:num_requests_running{.*} 2.0", http.get("/metrics").text))
-        process.send_signal(signal.SIGTERM)
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
         rest = [line for line in lines if line]
     asking.join()
     assert rest[-1] == "data: [DONE]" and whole[0].status_code == 503
