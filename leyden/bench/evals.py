@@ -171,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
             answers = asyncio.run(asked)
         except httpx.HTTPError as error:
             advice = "is it the address of a server, with /v1 at its end?"
-            raise LeydenError(f"no answers from {url}: {error}; {advice}") from None
+            raise LeydenError(f"no answers from {url}: {str(error).splitlines()[0]}; {advice}") from None
         taken = time.monotonic() - began
     found = table(answers)
     print(f"{len(answers)} answers in {taken:.0f} s, {args.at_once} at once")
