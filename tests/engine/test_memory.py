@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from leyden.bench.middling import CONFIG, RELEASE
 from leyden.cache.pool import NO_DRAFTER, DraftShape, Pool
 from leyden.config.engine import EngineConfig
 from leyden.config.launch import Launch
@@ -19,22 +20,7 @@ from leyden.types import Request, SamplingParams
 from tests.engine.conftest import TINY
 
 GIB = 2**30
-# Attention and Mamba layers of the 30B-A3B release; the rest does not matter here.
-NANO = ModelConfig.from_dict(
-    {
-        "model_type": "nemotron_h",
-        "hidden_size": 2688,
-        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        "num_attention_heads": 32,
-        "num_key_value_heads": 2,
-        "mamba_num_heads": 64,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 6,
-        "moe_intermediate_size": 1856,
-        "moe_shared_expert_intermediate_size": 3712,
-        "max_position_embeddings": 1048576,
-    }
-)
+NANO = ModelConfig.from_dict(CONFIG | RELEASE | {"max_position_embeddings": 1048576})
 
 
 def split(gib: float, device: str = "cuda", **config) -> Split:
