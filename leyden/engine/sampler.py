@@ -79,9 +79,9 @@ class Sampler:
             self.stops = torch.cat([self.stops, self.stops.new_full((len(self.stops), missing), -1)], dim=1)
         width = self.stops.shape[1]
         stops = [[*a.stop_ids, *[-1] * (width - len(a.stop_ids))] for a in admits]
-        self.stops[slots] = torch.tensor(stops, device=self._device)
+        self.stops[slots] = upload(stops, self._device, torch.int64)
         open_at = [0 if a.params.grammar is not None else a.prompt_len + a.params.min_tokens for a in admits]
-        self._open_at[slots] = torch.tensor(open_at, device=self._device)
+        self._open_at[slots] = upload(open_at, self._device, torch.int64)
 
     def _admit_one(self, a: Admit) -> None:
         params, slot = a.params, a.slot
