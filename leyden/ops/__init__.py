@@ -23,6 +23,8 @@ their writes do no harm.
     linear(x[T,K], weight: Weight[N,K], dtype=None) -> [T,N]         in dtype, if not that of x
     mlp(x[T,K], up: Weight[I,K], down: Weight[N,I]) -> [T,N]         down(relu(up x)^2)
     route(x[T,H], gate[E,H], bias[E], k, groups, kept, normalize, scale) -> (ids[T,k] int64, weights[T,k] fp32)
+    add_norm_route(x[T,H], residual[T,H], weight[H], eps, gate, bias, k, ...) -> ([T,H], [T,H], ids, weights)
+                                                                    add_rms_norm, then route of its first result
     experts(x[T,K], ids[T,k], weights[T,k], up: Weight[E,I,K], down: Weight[E,N,I]) -> [T,N]
     moe(x[T,K], ids, weights, up, down, shared_up: Weight[S,K], shared_down: Weight[N,S]) -> [T,N]
                                                                     experts(x, ...) + mlp(x, shared_up, shared_down)
@@ -31,13 +33,15 @@ their writes do no harm.
              state[S,heads,dim,N]|None, rows) -> y[T,heads,dim]      rows of any length
     gated_norm(y[T,I], z[T,I], weight[I], groups, eps) -> [T,I]      gate first, then RMSNorm of each group
     mamba_step(projected[R,I+C+heads], conv_weight[C,K], conv_bias[C]|None, A_log, D, dt_bias, dt_limit, norm_weight[I],
-               groups, eps, conv_state, ssm_state, rows, dither=False) -> [R,I]    rows of one token: the four steps in
-               one; dither: an fp16 state is rounded at random
-    mamba_verify(as mamba_step without dither, but ring[S,W,C+heads] before rows) -> [T,I]    rows of up to W tokens;
+               groups, eps, conv_state, ssm_state, rows, rounds=0) -> [R,I]    rows of one token: the four steps in
+               one; rounds: those of the random bits by which an fp16 state is rounded; 0: to nearest
+    mamba_verify(as mamba_step without rounds, but ring[S,W,C+heads] before rows) -> [T,I]    rows of up to W tokens;
                  states untouched
     mamba_replay(conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state, ring, slots[R],
-                 past[R], counts[R], dither=False)    states move over the first tokens in the ring
+                 past[R], counts[R], rounds=0)    states move over the first tokens in the ring
     kv_write(k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows, k_scale=1.0, v_scale=1.0)
+    qkv_write(x[T,H], q: Weight[heads*dim,H], k: Weight[kv*dim,H], v: Weight[kv*dim,H], cache[2,pages,page,kv,dim],
+              rows, k_scale=1.0, v_scale=1.0) -> [T,heads,dim]     linear of each, kv_write of k and v
     attention(q[T,heads,dim], cache[2,pages,page,kv,dim], rows, k_scale=1.0, v_scale=1.0) -> [T,heads,dim]
                                                                     causal, the rows' own keys included
     attention_packed(q[T,heads,dim], k[T,kv,dim], v[T,kv,dim], rows) -> [T,heads,dim]    the same without a cache
@@ -99,3 +103,8 @@ block_attention_packed = Op(_draft.block_attention_packed)
 penalize = Op(_sample.penalize)
 sample = Op(_sample.sample)
 logprobs = Op(_sample.logprobs)
+
+from leyden.ops import fused as _fused  # noqa: E402, it is made of the ops above
+
+qkv_write = Op(_fused.qkv_write)
+add_norm_route = Op(_fused.add_norm_route)

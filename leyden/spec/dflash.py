@@ -30,6 +30,7 @@ class DFlash:
         self.width, self.taps = width, network.config.target_layer_ids
         self._network, self._model, self._confident = network, model, confident
         self._learned: Confidence | None = None
+        self.steady = not confident or network.confidence_head is not None  # what is learned, the host learns
 
     def observe(self, seen: Seen) -> None:
         ctx = seen.ctx

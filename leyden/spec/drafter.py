@@ -50,6 +50,7 @@ class Drafter(Protocol):
     width: int  # most drafts per step
     taps: tuple[int, ...]  # target layers whose residual stream it reads
     lookahead: int  # positions from the anchor on whose keys it may write
+    steady: bool  # both verbs are the same work each time, all of it on the device: a CUDA graph can do it again
 
     def observe(self, seen: Seen) -> None:
         """Take in a step, those of its tokens included that turn out to be rejected: their places come again."""

@@ -1,6 +1,6 @@
 """Checks every CUDA kernel against its reference, then times kernels and whole decode steps on real shapes.
 
-usage: python3 runs/h200/check_and_time.py [SECTION ...]      (without arguments those of USUAL; under 200 seconds)
+usage: python3 runs/h200/check_and_time.py [SECTION ...]      (without arguments those of USUAL; some seven minutes)
 
 Fresh random inputs each time; weights of 23 layers in rotation, so that nothing is measured out of the L2 cache; each
 figure is a CUDA graph replayed. A section that fails prints its error and the next one runs. With $OUT set, the results
@@ -24,11 +24,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import compare
+import speculation
 import torch
 from compare import error, stored, wide
 from torch import Tensor
 
 from leyden import ops
+from leyden.bench import kernels as table_of
+from leyden.bench.kernels import graph, replay
 from leyden.cache.pool import Pool, PoolShape
 from leyden.config.model import ModelConfig
 from leyden.formats.fp8 import FP8
@@ -72,36 +75,6 @@ def record(name: str, value: object) -> None:
     RESULTS[name] = value
     if out := os.environ.get("OUT"):
         Path(out, "results.json").write_text(json.dumps(RESULTS, indent=1))
-
-
-def graph(run: Callable[[], object], prepare: int = 2) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(prepare):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    made = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(made):
-        run()
-    return made
-
-
-def replay(made: torch.cuda.CUDAGraph, warm: int = 3, timed: int = 10, rounds: int = 3) -> float:
-    """Milliseconds of one replay: median of `rounds`."""
-    for _ in range(warm):
-        made.replay()
-    times = []
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(timed):
-            made.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / timed)
-    return sorted(times)[len(times) // 2]
 
 
 def each(name: str, runs: Sequence[Callable[[], object]], bytes_each: float = 0) -> float:
@@ -208,8 +181,8 @@ def check() -> None:
             )  # fmt: skip
             states = [(window.clone(), state.clone()) for _ in range(3)]
             exact = window.clone(), state.float()
-            got = ssm.mamba_step(*arguments, *states[0], batch, True, fused=fused)
-            again = ssm.mamba_step(*arguments, *states[2], batch, True, fused=fused)
+            got = ssm.mamba_step(*arguments, *states[0], batch, 5, fused=fused)
+            again = ssm.mamba_step(*arguments, *states[2], batch, 5, fused=fused)
             with ops.using("reference"):
                 wanted = ops.mamba_step(*arguments, *exact, batch)
             name = f"mamba_step {count} {str(activations)[6:]} {str(dtype)[6:]} fused {fused}"
@@ -350,7 +323,7 @@ class Step:
         shape = PoolShape(
             slots=count + 1, pages=count * per + 1, page=16, max_model_len=per * 16,
             kv_dtype=BF, conv_dtype=BF, ssm_dtype=ssm_dtype,
-            dither=True,
+            rounds=5,
         )  # fmt: skip
         self.pool = pool = Pool(CONFIG, shape, "cuda")
         pool.kv.normal_()
@@ -472,6 +445,7 @@ def show(run: Callable[[], object], name: str, most: int = 12) -> None:
 
 
 def kernels() -> None:
+    """What a step launches; each op by itself, in the formats of both releases."""
     for count, dtype in ((1, torch.float32), (64, torch.float16), (256, torch.float16)):
         step = Step(count, ssm_dtype=dtype)
         made = graph(step)
@@ -479,6 +453,15 @@ def kernels() -> None:
         torch.cuda.synchronize()
         show(made.replay, f"step of {count} rows")
         del made, step
+        torch.cuda.empty_cache()
+    roof = table_of.Roof.measured("cuda", BF)
+    for mixed in (False, True):
+        whole = table_of.bench("cuda", True, mixed, 1024)
+        found = [line for count in (1, 8, 64) for line in table_of.measure(whole.at(count), roof)]
+        say(table_of.table(found, roof))
+        for line in found:
+            record(f"op {line.op} {line.batch} {'nvfp4' if mixed else 'bf16'}", line.us)
+        del whole
         torch.cuda.empty_cache()
 
 
@@ -811,7 +794,7 @@ def time_moe() -> None:
 def time_mamba() -> None:
     layers = mixers("Mamba")
     few: tuple[Any, ...] = ((None, True), (None, False))
-    halves = ((64, 8, 80), (32, 4, 80), (64, 4, 168), (32, 4, 64), (64, 8, 64))
+    halves = ((64, 4, 128), (64, 8, 80), (32, 4, 80), (64, 4, 168), (32, 4, 64), (64, 8, 64))
     singles = ((64, 4, 128), (64, 8, 80), (32, 4, 80), (64, 4, 168))
     for count in (1, 8, 64, 256):
         for dtype in (torch.float32, torch.float16):
@@ -824,7 +807,7 @@ def time_mamba() -> None:
                     partial(
                         ssm.mamba_step, p, m.conv1d.weight[:, 0], m.conv1d.bias, m.A_log, m.D, m.dt_bias,
                         (0.0, float("inf")), m.norm.weight, CONFIG.n_groups, 1e-5,
-                        window[m.index], state[m.index], batch, True, shape, fused,
+                        window[m.index], state[m.index], batch, 5, shape, fused,
                     )
                     for m in layers
                 ]  # fmt: skip
@@ -933,16 +916,24 @@ def time_attention() -> None:
         torch.cuda.empty_cache()
 
 
+def speculate() -> None:
+    """Steps with drafts as graphs: see speculation.py. The model of the other sections makes room."""
+    MODEL.clear()
+    speculation.texts("cuda", say, verdict)
+    speculation.speeds("cuda", say, record, ("bf16", "nvfp4"), True, show)
+
+
 SECTIONS = {
     "info": (info, 30), "check": (check, 80), "build": (build, 30), "bisect": (bisect, 40), "whole": (whole, 40),
-    "halves": (halves, 30), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 30),
+    "halves": (halves, 30), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 60),
     "engine": (engine, 60), "guesses": (guesses, 30), "sample": (time_sample, 30),
     "mamba": (time_mamba, 50), "moe": (time_moe, 100), "linear": (time_linear, 80), "pdl": (without_pdl, 30),
     "small": (time_small, 40), "attention": (time_attention, 40), "four": (four, 60),
+    "speculation": (speculate, 150),
 }  # fmt: skip
 USUAL = (
     "info", "check", "build", "whole", "halves", "prefill", "parts", "kernels", "engine", "guesses", "sample", "mamba",
-    "moe", "four",
+    "moe", "four", "speculation",
 )  # fmt: skip
 
 
@@ -955,7 +946,7 @@ def main(names: list[str]) -> None:
     for name, (section, limit) in SECTIONS.items():
         if name not in (*(names or USUAL), "info", "build"):
             continue
-        left = 300 - (time.monotonic() - START)
+        left = 540 - (time.monotonic() - START)
         if left < 10:
             say(f"== {name}: no time left")
             continue

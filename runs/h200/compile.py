@@ -27,7 +27,7 @@ from leyden.formats import Weight
 from leyden.formats.fp8 import FP8
 from leyden.formats.nvfp4 import NVFP4
 from leyden.ops.rows import Rows
-from leyden.ops.triton import attention, conv, linear, moe, norm, nvfp4, sample, scan, ssm
+from leyden.ops.triton import attention, conv, draft, linear, moe, norm, nvfp4, qkv, sample, scan, ssm
 
 SHARED = 232_448  # bytes that a program can have
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -109,9 +109,9 @@ def mamba() -> None:
         for dtype in (F32, F16):
             states = empty(count + 1, 3, 6144), empty(count + 1, 64, 64, 128, dtype=dtype)
             one, few = (empty(count, 10304), rows([1] * count)), (empty(4 * count, 10304), rows([4] * count))
-            under(f"step {count}", ssm.mamba_step, one[0], *layer, *tail, *states, one[1], True)
+            under(f"step {count}", ssm.mamba_step, one[0], *layer, *tail, *states, one[1], 5)
             under(f"verify {count}", ssm.mamba_verify, few[0], *layer, *tail, *states, ring, few[1])
-            under(f"replay {count}", ssm.mamba_replay, *layer, 8, *states, ring, numbers, numbers, numbers, True)
+            under(f"replay {count}", ssm.mamba_replay, *layer, 8, *states, ring, numbers, numbers, numbers, 5)
     for lens in ([700], [300, 300]):
         tokens, batch = sum(lens), rows(lens)
         projected, state = empty(tokens, 10304), empty(3, 64, 64, 128, dtype=F32)
@@ -124,6 +124,8 @@ def mamba() -> None:
 def attend() -> None:
     for dtype in (BF, E4M3):
         cache = empty(2, 200, 16, 2, 128, dtype=dtype)
+        x, matrices = empty(1, 2688), [weight(size, 2688) for size in (4096, 256, 256)]
+        under("qkv", qkv.qkv_write, x, *matrices, cache, rows([1]), 0.5, 0.5)
         for lens in ([1], [1] * 64, [4], [8] * 4, [700]):
             batch, tokens, label = rows(lens), sum(lens), f"attention {lens[0]} x {len(lens)}"
             k = empty(tokens, 2, 128)
@@ -147,6 +149,8 @@ def products() -> None:
     dense, packed = ([weight(*shape, format=form) for shape in shapes] for form in (None, NVFP4()))
     for count in (1, 2, 8, 16, 64, 256, 600, 3000):
         x, ids, scores = empty(count, 2688), empty(count, 6, dtype=torch.int64), empty(count, 6, dtype=F32)
+        if count == 1:
+            under("sum and route", moe.add_norm_route, x, x, empty(2688), 1e-5, *gate, 6, 1, 1, True, 2.5)
         if count <= moe.ROUTE_ROWS:
             under(f"route {count}", moe.route, x, *gate, 6, 1, 1, True, 2.5)
         if count <= moe.DENSE_ROWS:
@@ -161,10 +165,20 @@ def products() -> None:
 def rest() -> None:
     for count in (1, 8, 64, 256):
         x, logits = empty(count, 2688), empty(count, 131072, dtype=F32)
+        if count < 64:
+            heads, angles = empty(count, 32, 128), empty(count, 64, dtype=F32)
+            under(f"rotate {count}", draft.rotate, heads, angles, angles)
+            wide, narrow = weight(6144, 2688), weight(2688, 6144)
+            under(f"swiglu {count}", draft.swiglu, x, wide, wide, narrow)
         under(f"norms {count}", norm.add_rms_norm, x, x, empty(2688), 1e-5)
         floats, ints = empty(count, 6, dtype=F32), empty(count, 2, dtype=torch.int64)
         k, seeds = ints[:, 0], ints[:, 1]
         columns = floats[:, 0], k, floats[:, 1], floats[:, 2], seeds, seeds.contiguous()
+        slots, ids = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int64)
+        for width in (1, 3, 7):
+            drawn = torch.zeros(count, width + 1, dtype=torch.int64)
+            under(f"drafts {count} x {width}", draft.begin_drafts, slots, ids, drawn, slots, width)
+            under(f"accept {count} x {width}", draft.accept, drawn, drawn[:, :-1], ids, drawn[:, 0], drawn, ids)
         under(f"sample {count}", sample.sample, logits, *columns)
 
 

@@ -89,6 +89,21 @@ def test_a_drafter_that_is_not_all_kernels_drafts_by_itself(model):
     assert sum(made.stats().accepted_tokens) > 10 and not made.stats().failed_drafts
 
 
+def test_who_cannot_record_the_end_of_a_step_does_not_sample_twice(model, monkeypatch):
+    """Penalties and banned words are tables of the sampler, which move on with every token it draws."""
+    wish = {"temperature": 0, "frequency_penalty": 0.7, "presence_penalty": 0.4, "banned": [[7, 8], [9]]}
+    asked = [(0, Request(id="a", prompt=prompt_of(9), params=SamplingParams(max_tokens=30, **wish)))]
+    texts = []
+    for records in (True, False):
+        made = engine(model, drafter=MTP(model, 3))
+        graphs, reach = made.runner.draft_graphs, made.runner.pool.reach
+        graphs.records = records
+        monkeypatch.setattr(made.runner.pool, "reach", lambda slots, at, reach=reach: reach(slots, at.tolist()))
+        texts.append(tokens_of(run(made, asked)["a"]))
+        assert not graphs.records and [key[0] for key in graphs._programs] == ["forward"] * records
+    assert texts[0] == texts[1] and len(texts[0]) == 30
+
+
 def test_the_end_of_the_context_is_not_recorded(model):
     """Rows would reach beyond the page tables."""
     prompt = prompt_of(17)
