@@ -89,6 +89,8 @@ def divide(
     """
     # auto on a CPU: an FP8 cache has no kernels there, and a CPU has the memory
     fp8 = device == "cuda" and Scheme(model.quantization).fp8_cache
+    if fp8 and config.kv_cache_dtype == "auto":
+        logger.info("keys and values are cached in FP8, as the checkpoint says; --kv-cache-dtype bfloat16 changes that")
     kv_dtype = dtype_of(config.kv_cache_dtype, E4M3 if fp8 else dtype, "--kv-cache-dtype", _CACHE_DTYPES)
     ssm_auto = dtype_of(model.mamba_ssm_cache_dtype, torch.float32, "mamba_ssm_cache_dtype")
     ssm_dtype = dtype_of(config.mamba_ssm_cache_dtype, ssm_auto, "--mamba-ssm-cache-dtype")

@@ -46,13 +46,15 @@ CACHES_FP8 = [
 
 
 @pytest.mark.parametrize("quantization", CACHES_FP8)
-def test_auto_is_an_fp8_cache_where_the_checkpoint_says_so(quantization):
+def test_auto_is_an_fp8_cache_where_the_checkpoint_says_so(quantization, caplog):
     model = replace(NANO, quantization=quantization)
 
     def kv_dtype(device: str, model: ModelConfig = model, **config: str) -> torch.dtype:
         return divide(EngineConfig(model="m", **config), model, torch.bfloat16, device, 20 * GIB).shape.kv_dtype
 
-    assert kv_dtype("cuda") == torch.float8_e4m3fn
+    with caplog.at_level("INFO", "leyden"):
+        assert kv_dtype("cuda") == torch.float8_e4m3fn
+    assert "cached in FP8, as the checkpoint says" in caplog.text
     assert kv_dtype("cuda", kv_cache_dtype="bfloat16") == kv_dtype("cpu") == torch.bfloat16
     assert kv_dtype("cuda", replace(NANO, quantization={"quant_algo": "NVFP4"})) == torch.bfloat16
     assert kv_dtype("cuda", NANO) == torch.bfloat16
