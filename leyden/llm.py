@@ -2,9 +2,9 @@
 
 from leyden import LLM, SamplingParams
 
-llm = LLM("path/to/checkpoint")
-for output in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32)):
-    print(output.outputs[0].text)
+with LLM("path/to/checkpoint") as llm:
+    for output in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32)):
+        print(output.outputs[0].text)
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,6 +62,16 @@ class LLM:
         self.engine = Engine.load(config)
         self._folder = folder
         self._count = 0
+
+    def close(self) -> None:
+        """End what runs, and save the cache to `cache_dir` if there is one. The LLM must not be used again."""
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """SamplingParams with the checkpoint's recommendations below `changes`."""

@@ -85,9 +85,9 @@ class SamplingParams:
     """How one request wants its tokens. The defaults are neutral; a server puts generation_config.json below them.
 
     Processing order of the logits: logit_bias and allowed_token_ids, min_tokens mask, penalties, banned, grammar,
-    temperature, min_p, top_k, top_p. Where these leave no token at all, the grammar alone counts. The tokens that end
-    thinking at its budget are put in whatever the logits say. The engine sees ids only: `stop` is searched, and
-    `bad_words` are turned into `banned`, by the text layer.
+    temperature, min_p, top_k, top_p. Where these leave no token at all, the grammar alone counts; without one the
+    answer ends. The tokens that end thinking at its budget are put in whatever the logits say. The engine sees ids
+    only: `stop` is searched, and `bad_words` are turned into `banned`, by the text layer.
     """
 
     temperature: float = 1.0  # below 1e-5: greedy, ties go to the lowest id
@@ -330,6 +330,11 @@ class EngineStats:
     pages_free: int = 0
     pages_cached: int = 0  # kept for later, given up when room is needed
     snapshots: int = 0
+    host_slots_total: int = 0  # places for states in host memory; 0: there is no second tier
+    host_slots_free: int = 0
+    host_pages_total: int = 0
+    host_pages_free: int = 0
+    moved: dict[str, int] = field(default_factory=dict)  # what went there and came back, by the names of Moves
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt tokens, those that were not computed

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,3 +49,16 @@ def test_bad_words_are_never_said(llm: LLM):
 
     said = next(id for id in answer() if llm.tokenizer.decode([id]).isalpha())
     assert said not in answer(bad_words=[llm.tokenizer.decode([said])])
+
+
+def test_its_cache_outlives_it(tmp_path: Path):
+    tiny(tmp_path / "model")
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kv_cache_memory_bytes": 2**24, "max_num_seqs": 2}
+    options["cache_dir"] = str(tmp_path / "cache")
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with LLM(str(tmp_path / "model"), **options) as first:
+        (said,) = first.generate("one two three", params)
+    with LLM(str(tmp_path / "model"), **options) as second:
+        (again,) = second.generate([[*said.prompt_token_ids, *said.outputs[0].token_ids, 5]], params)
+        assert second.engine.stats().cached_tokens >= len(said.prompt_token_ids)
+    assert len(again.outputs[0].token_ids) == 4

@@ -128,7 +128,8 @@ def shares(stats: EngineStats) -> list[float]:
 def engines(config: EngineConfig) -> tuple[Engine, Engine]:
     """Without drafts and with them. Nothing is cached from prompt to prompt, so that both read all of each."""
     if not config.speculative_config:
-        raise ConfigError("--speculative-config: a drafter is expected")
+        example = '{"method": "mtp", "num_speculative_tokens": 3}'
+        raise ConfigError(f"a drafter is expected: --speculative-config '{example}'")
     config = replace(config, enable_prefix_caching=False)
     return Engine.load(replace(config, speculative_config={})), Engine.load(config)
 

@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from leyden.errors import ConfigError
+from leyden.errors import ConfigError, LeydenError
 from leyden.synthetic import check, generate
 
 _START = 600.0  # seconds that a server may take to start
@@ -167,7 +167,11 @@ def main(argv: Sequence[str]) -> int:
     with served(args.model, flags) if args.model else contextlib.nullcontext(args.base_url.rstrip("/")) as url:
         began = time.monotonic()
         asked = ask(url, examples, at_once=args.at_once, max_tokens=args.max_tokens, key=args.api_key)
-        answers = asyncio.run(asked)
+        try:
+            answers = asyncio.run(asked)
+        except httpx.HTTPError as error:
+            advice = "is it the address of a server, with /v1 at its end?"
+            raise LeydenError(f"no answers from {url}: {str(error).splitlines()[0]}; {advice}") from None
         taken = time.monotonic() - began
     found = table(answers)
     print(f"{len(answers)} answers in {taken:.0f} s, {args.at_once} at once")

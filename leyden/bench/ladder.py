@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from leyden import ops
-from leyden.bench import middling
+from leyden.bench import grid, middling
 from leyden.config.engine import EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
@@ -203,17 +203,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quantization", help="int8, int4, nvfp4 or fp8: quantise while loading")
     parser.add_argument("--speculative-config", metavar="JSON", default="{}", help=_DRAFTS)
     parser.add_argument("--synthetic-acceptance", type=float, metavar="LENGTH", help=_KEPT)
-    parser.add_argument("--batches", default="1,8", help="sequences side by side (default 1,8)")
-    parser.add_argument("--contexts", default="128,2048", help="tokens before the measurement (default 128,2048)")
-    parser.add_argument("--prefill", default="512,2048", help="tokens of prompts to be read (default 512,2048)")
+    grid.add(parser)
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement; medians count (default 3)")
     parser.add_argument("--threads", type=int, help="default: as torch chooses, which OMP_NUM_THREADS changes")
     parser.add_argument("--reference", action="store_true", help="run the reference ops instead of the kernels")
-    parser.add_argument("--processor-time", action="store_true", help="count seconds of processors, not of the clock")
-    parser.add_argument("--since", type=float, help=argparse.SUPPRESS)  # when the process was started, time.time()
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     given = parser.parse_args(argv)
-    batches, contexts, prefill = (_numbers(given, name) for name in ("batches", "contexts", "prefill"))
     if given.threads:
         torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as made, ops.using("reference") if given.reference else nullcontext():
@@ -229,8 +224,8 @@ def main(argv: Sequence[str]) -> int:
             folder,
             given.quantization,
             "auto" if given.model else "dummy",
-            batches,
-            max(contexts + prefill),
+            given.batches,
+            max(given.contexts + given.prefill),
             given.device,
             SamplingParams(temperature=1.0, top_p=0.95) if given.sample else None,
             time.process_time if given.processor_time else time.perf_counter,
@@ -238,8 +233,8 @@ def main(argv: Sequence[str]) -> int:
             speculative_config=drafts,
         )
         load_s = ladder.loaded - given.since if given.since else ladder.load_s
-        cells = [ladder.decode(batch, context, given.repeats) for context in contexts for batch in batches]
-        reading = {tokens: ladder.prefill(tokens, given.repeats) for tokens in prefill}
+        cells = [ladder.decode(batch, context, given.repeats) for context in given.contexts for batch in given.batches]
+        reading = {tokens: ladder.prefill(tokens, given.repeats) for tokens in given.prefill}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     probe = ladder.probe.bytes if ladder.probe else 0
     if given.device == "cuda":
@@ -274,13 +269,6 @@ def _drafts(given: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--synthetic-acceptance needs --speculative-config: which drafter, and how many drafts")
     decree = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": given.synthetic_acceptance}
     return dict(drafts) | decree
-
-
-def _numbers(given: argparse.Namespace, name: str) -> list[int]:
-    try:
-        return [int(word) for word in getattr(given, name).split(",") if word]
-    except ValueError:
-        raise ConfigError(f"--{name}: expected whole numbers with commas, got {getattr(given, name)!r}") from None
 
 
 if __name__ == "__main__":

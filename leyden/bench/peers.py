@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
+from leyden.bench import grid
 from leyden.errors import ConfigError
 
 _STEPS = 24  # of decoding in one measurement, as in leyden.bench.ladder
@@ -33,13 +34,9 @@ Figures = dict[str, float]  # what was measured -> tokens/s, seconds or bytes
 
 
 def _ours(given: argparse.Namespace) -> Figures:
-    command = [sys.executable, "-m", "leyden.bench.ladder", given.model, "--json", "--repeats", "1"]
-    for name in ("batches", "contexts", "prefill", "threads"):
-        command += [f"--{name}", str(getattr(given, name))]
+    command = [sys.executable, "-m", "leyden.bench.ladder", given.model, "--json", "--repeats", "1", *grid.words(given)]
     if given.quantization:
         command += ["--quantization", given.quantization]
-    if given.processor_time:
-        command.append("--processor-time")
     said, peak, _ = _child([*command, "--since", str(time.time())])
     made = json.loads(said.splitlines()[-1])
     figures = {_decoding(cell["batch"], cell["context"]): cell["tokens_per_s"] for cell in made["decode"]}
@@ -48,11 +45,7 @@ def _ours(given: argparse.Namespace) -> Figures:
 
 
 def _transformers(given: argparse.Namespace) -> Figures:
-    command = [sys.executable, "-m", "leyden.bench.peers", given.model, "--measure-transformers"]
-    for name in ("batches", "contexts", "prefill", "threads"):
-        command += [f"--{name}", str(getattr(given, name))]
-    if given.processor_time:
-        command.append("--processor-time")
+    command = [sys.executable, "-m", "leyden.bench.peers", given.model, "--measure-transformers", *grid.words(given)]
     said, peak, _ = _child([*command, "--since", str(time.time())])
     figures: Figures = json.loads(said.splitlines()[-1])
     return figures | {"peak, GiB": peak / 2**30}
@@ -66,15 +59,14 @@ def _llama(given: argparse.Namespace) -> Figures:
     said, peak, seconds = _child([*bench, "-p", "0", "-n", "1", "--no-warmup"])
     figures["load, s"] = seconds
     if given.prefill:
-        said, _, _ = _child([*bench, "-p", given.prefill, "-n", "0"])
+        said, _, _ = _child([*bench, "-p", grid.listed(given.prefill), "-n", "0"])
         figures |= {_reading(run["n_prompt"]): run["avg_ts"] for run in json.loads(said)}
-    batches = [int(b) for b in given.batches.split(",")]
-    if 1 in batches:
-        said, more, _ = _child([*bench, "-p", "0", "-n", str(_STEPS), "-d", given.contexts])
+    if 1 in given.batches:
+        said, more, _ = _child([*bench, "-p", "0", "-n", str(_STEPS), "-d", grid.listed(given.contexts)])
         figures |= {_decoding(1, run["n_depth"]): run["avg_ts"] for run in json.loads(said)}
         peak = max(peak, more)
-    for context in [int(c) for c in given.contexts.split(",")]:
-        for batch in [b for b in batches if b > 1]:
+    for context in given.contexts:
+        for batch in [batch for batch in given.batches if batch > 1]:
             size = ["-npp", str(context), "-ntg", str(_STEPS), "-npl", str(batch), "-c", str(batch * (context + 64))]
             said, more, _ = _child([str(programs / "llama-batched-bench"), *common, *size, "--output-format", "jsonl"])
             run = next(json.loads(line) for line in said.splitlines() if line.startswith("{"))
@@ -99,10 +91,10 @@ def _llama_processor_time(given: argparse.Namespace) -> Figures:
             used.append(after.children_user + after.children_system - before.children_user - before.children_system)
         return each * (long - short) / (used[1] - used[0])
 
-    for tokens in [int(p) for p in given.prefill.split(",") if p]:
+    for tokens in given.prefill:
         figures[_reading(tokens)] = rate([*bench, "-n", "0"], "-p", 8, tokens)
-    for context in [int(c) for c in given.contexts.split(",")]:
-        for batch in [int(b) for b in given.batches.split(",")]:
+    for context in given.contexts:
+        for batch in given.batches:
             size = ["-npp", str(context), "-npl", str(batch), "-c", str(batch * (context + 64))]
             several = [str(programs / "llama-batched-bench"), *common, *size]
             figures[_decoding(batch, context)] = rate(several, "-ntg", 4, 4 + _STEPS, batch)
@@ -191,10 +183,10 @@ def measure_transformers(given: argparse.Namespace) -> Figures:
     with torch.inference_mode():
         list(run(1, 16, 1))
         figures["load, s"] = time.time() - given.since
-        for context in [int(c) for c in given.contexts.split(",")]:
-            for batch in [int(b) for b in given.batches.split(",")]:
+        for context in given.contexts:
+            for batch in given.batches:
                 figures[_decoding(batch, context)] = batch / median(list(run(batch, context, _STEPS))[1:])
-        for tokens in [int(p) for p in given.prefill.split(",") if p]:
+        for tokens in given.prefill:
             figures[_reading(tokens)] = tokens / next(run(1, tokens, 0))
     return figures
 
@@ -207,19 +199,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--gguf", metavar="FILE", help="the same weights for llama.cpp")
     parser.add_argument("--no-transformers", action="store_true", help="leave transformers out")
     parser.add_argument("--quantization", help="int8, int4, nvfp4 or fp8, of this engine alone")
-    parser.add_argument("--batches", default="1,8", help="sequences side by side (default 1,8)")
-    parser.add_argument("--contexts", default="128,2048", help="tokens before decoding (default 128,2048)")
-    parser.add_argument("--prefill", default="512,2048", help="tokens of prompts (default 512,2048)")
+    grid.add(parser)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every engine (default: all)")
     parser.add_argument("--repeats", type=int, default=3, help="turns of every engine (default 3)")
-    parser.add_argument("--processor-time", action="store_true", help="count seconds of processors, not of the clock")
     parser.add_argument(
         "--patience", type=float, default=60, help="seconds that a turn waits for a quiet machine (default 60)"
     )
     parser.add_argument("--chart", metavar="FILE", help="draw the figures into a .png or .svg")
     parser.add_argument("--json", metavar="FILE", help="keep every figure of every turn")
     parser.add_argument("--measure-transformers", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--since", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if given.measure_transformers:
         print(json.dumps(measure_transformers(given)))

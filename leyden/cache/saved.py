@@ -15,6 +15,7 @@ log line. The file holds token ids and salts of the requests as they are; only i
 import hashlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,6 +30,7 @@ from leyden import log
 from leyden.cache.pool import Pool
 from leyden.cache.prefix import PrefixCache
 from leyden.cache.store import Store, page_bytes, put_pages, put_states, state_bytes, take_pages, take_states
+from leyden.errors import ConfigError
 
 logger = log.get(__name__)
 
@@ -36,6 +38,7 @@ NAME = "cache.leyden"
 _MAGIC = b"leyden cache 1\n"
 _BLOCK = 256  # pages or states that are copied at once
 _CHECKSUM = 16
+_TELL = 5.0  # seconds between two lines about how far it is
 
 
 def identity(model: nn.Module, pool: Pool) -> dict[str, Any]:
@@ -52,9 +55,20 @@ def identity(model: nn.Module, pool: Pool) -> dict[str, Any]:
     return {"config": config, "weights": weights.hexdigest(), "arrays": [list(array) for array in arrays]}
 
 
+def check_folder(folder: Path) -> None:
+    """Whether save() can write there: better known at the start than at the end. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        message = f"--cache-dir {folder} cannot be written ({error.strerror}); name a folder that can be"
+        raise ConfigError(message) from None
+
+
 def save(folder: Path, made_with: dict[str, Any], cache: PrefixCache, pool: Pool, store: Store | None) -> None:
-    """Write what `cache` holds. Nothing may be under way on the device. Raises OSError."""
-    started = time.monotonic()
+    """Write what `cache` holds, with a line now and then. Nothing may be under way on the device. Raises OSError."""
+    started = told = time.monotonic()
     if store is not None:
         store.synchronize()
     nodes, snapshots = cache.contents()
@@ -73,12 +87,17 @@ def save(folder: Path, made_with: dict[str, Any], cache: PrefixCache, pool: Pool
     new = folder / f".{NAME}.{os.getpid()}"
     far_pages, far_states = (None, None) if store is None else (store.pages, store.states)
     digest = hashlib.blake2b(digest_size=_CHECKSUM)
+    size = len(pages) * sum(page_bytes(pool)) + len(states) * sum(state_bytes(pool))
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
 
             def write(data: bytes | memoryview) -> None:
+                nonlocal told
                 digest.update(data)
                 file.write(data)
+                if time.monotonic() - told > _TELL:
+                    told = time.monotonic()
+                    logger.info("saving the cache: %.1f of %.1f GiB", file.tell() / 2**30, size / 2**30)
 
             text = json.dumps(header, separators=(",", ":")).encode()
             write(_MAGIC + len(text).to_bytes(8, "little") + text)
@@ -121,20 +140,18 @@ def load(folder: Path, made_with: dict[str, Any], cache: PrefixCache, pool: Pool
     states = np.memmap(path, np.uint8, "r", begin + pages.size, shape) if shape[0] else np.empty(shape, np.uint8)
 
     placed_pages, placed_states = cache.insert(header["nodes"], header["snapshots"])
-    for block in _blocks(placed_pages):
-        rows = torch.from_numpy(pages[[row for row, _, _ in block]])
-        near = [i for i, (_, page, _) in enumerate(block) if page]
-        put_pages(pool, [block[i][1] for i in near], rows[near].to(pool.kv.device))
-        for i, (_, _, far) in enumerate(block):
-            if far and store is not None:
-                store.pages[far] = rows[i]
-    for block in _blocks(placed_states):
-        rows = torch.from_numpy(states[[row for row, _, _ in block]])
-        near = [i for i, (_, slot, _) in enumerate(block) if slot]
-        put_states(pool, [block[i][1] for i in near], rows[near].to(pool.kv.device))
-        for i, (_, _, far) in enumerate(block):
-            if far and store is not None:
-                store.states[far] = rows[i]
+    far_pages, far_states = (None, None) if store is None else (store.pages, store.states)
+    for saved, placed, put, far_rows in (
+        (pages, placed_pages, put_pages, far_pages),
+        (states, placed_states, put_states, far_states),
+    ):
+        for block in _blocks(placed):
+            rows = torch.from_numpy(saved[[row for row, _, _ in block]])
+            near = [i for i, (_, place, _) in enumerate(block) if place]
+            put(pool, [block[i][1] for i in near], rows[near].to(pool.kv.device))
+            for i, (_, _, far) in enumerate(block):
+                if far and far_rows is not None:
+                    far_rows[far] = rows[i]
     taken = len(placed_states)
     logger.info("cache read from %s: %d of %d states, %.1f s", path, taken, shape[0], _since(started))
     return taken > 0

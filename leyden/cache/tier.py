@@ -17,6 +17,7 @@ class Tier:
         self.slots, self.pages = slots, pages
         self.free_slots = list(range(slots, 0, -1))
         self.free_pages = list(range(pages, 0, -1))
+        self.moved = dict.fromkeys(("pages_out", "pages_in", "states_out", "states_in"), 0)  # so far
         self._pages_out: dict[int, int] = {}  # host page -> page of the device
         self._states_out: dict[int, int] = {}
         self._pages_in: dict[int, int] = {}  # page of the device -> host page
@@ -74,6 +75,8 @@ class Tier:
             states_out=[(slot, far) for far, slot in self._states_out.items()],
             states_in=[(far, slot) for slot, far in self._states_in.items()],
         )
+        for kind in self.moved:
+            self.moved[kind] += len(getattr(moves, kind))
         for planned in (self._pages_out, self._pages_in, self._states_out, self._states_in, self._copies):
             planned.clear()
         return (moves if moves else None), copies

@@ -1,6 +1,7 @@
 """The program `leyden`: finds the command, runs it, and turns errors into messages and exit codes.
 
-    0  done    1  the checkpoint, the engine or the server failed    2  the command line cannot be meant    130  ctrl-C
+      0  done        1  a file, the checkpoint, the engine or the server failed
+    130  ctrl-C      2  the command line cannot be meant
 
 Nothing here loads torch: `leyden --version` and every message about a flag come at once.
 """
@@ -45,6 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except LeydenError as error:
         print(f"leyden {command}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"leyden {command}: {error.filename} cannot be read or written: {error.strerror}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "leyden":

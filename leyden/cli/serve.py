@@ -2,6 +2,7 @@
 
 import os
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -78,8 +79,13 @@ def run(launch: Launch, started: float) -> int:
 
 
 def check_address(config: ServerConfig) -> None:
-    """Whether the address is free: better known now than after a minute of loading."""
+    """Whether a server can be at the address: better known now than after a minute of loading. Raises ConfigError."""
+    if config.ssl_certfile:
+        _check_certificates(config)
     if config.uds:
+        folder = Path(config.uds).parent
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"--uds {config.uds}: no socket can be made there, {folder} is no folder to write to")
         return
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
@@ -88,12 +94,28 @@ def check_address(config: ServerConfig) -> None:
         raise ConfigError(f"--host {config.host} --port {config.port}: {error.strerror or error}") from None
 
 
+def _check_certificates(config: ServerConfig) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_certfile or "", config.ssl_keyfile)
+        if config.ssl_ca_certs:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except OSError as error:
+        given = {"certfile": config.ssl_certfile, "keyfile": config.ssl_keyfile, "ca-certs": config.ssl_ca_certs}
+        flags = " ".join(f"--ssl-{name} {file}" for name, file in given.items() if file)
+        raise ConfigError(f"{flags}: expected certificates and the key in PEM, found: {error}") from None
+
+
 def sampling_defaults(config: EngineConfig, folder: Path) -> dict[str, Any]:
     """What requests that say nothing are sampled with, by the names of SamplingParams: --generation-config."""
     if config.generation_config == "vllm":
         found = GenerationDefaults.from_dict(config.override_generation_config)
     else:
         where = folder if config.generation_config == "auto" else Path(config.generation_config)
+        if where != folder and not (where / "generation_config.json").is_file():
+            raise ConfigError(
+                f"--generation-config {where}: expected auto, vllm or a folder with generation_config.json"
+            )
         found = GenerationDefaults.from_folder(where, config.override_generation_config)
     values = asdict(found) | {"max_tokens": found.max_new_tokens}
     return {k: v for k, v in values.items() if v is not None and k not in ("max_new_tokens", "eos_token_ids")}
@@ -140,4 +162,9 @@ def url(config: ServerConfig) -> str:
 
 def _read(template: str) -> str:
     """--chat-template: the text itself, or that of a file."""
-    return template if any(mark in template for mark in "{}\n") else Path(template).read_text(encoding="utf-8")
+    if any(mark in template for mark in "{}\n"):
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {template}: expected a text file in UTF-8, found: {error}") from None

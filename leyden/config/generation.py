@@ -32,7 +32,7 @@ class GenerationDefaults:
             SamplingParams(**limits)  # the same ranges as for a request
         except RequestError as error:
             message = error.message.replace("max_tokens", "max_new_tokens")
-            raise ConfigError(f"generation_config.json: {message}") from None
+            raise ConfigError(f"generation_config.json or --override-generation-config: {message}") from None
         return cls(**values, eos_token_ids=token_ids("eos_token_id", raw.get("eos_token_id")))
 
     @classmethod

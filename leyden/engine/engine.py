@@ -18,7 +18,7 @@ from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
 from leyden.config.speculative import SpeculativeConfig
 from leyden.engine.grammar import Allowed, Compiler, Grammars
-from leyden.engine.memory import Split, divide, dtype_of, free
+from leyden.engine.memory import Split, check_host_room, divide, dtype_of, free
 from leyden.engine.runner import Runner, StepOutput
 from leyden.engine.sampler import Sampler
 from leyden.engine.scheduler import Limits, Scheduler
@@ -35,6 +35,8 @@ from leyden.types import Delta, EngineStats, Plan, Request, Row
 
 logger = log.get(__name__)
 
+# Saving the cache may take one part of so many of the time: whoever waits for a token waits for that, too.
+_SAVING = 10
 # Bytes of weights from which the ops of a step are long enough for threads to share on a CPU.
 _SHARED = 64 * 2**20
 
@@ -72,7 +74,8 @@ class Engine:
         so often are 1, 2, ... of them kept, whatever the target says; `drafting`: all that in words. `capture_sizes`:
         EngineConfig's, of the steps on CUDA.
 
-        With `cache_dir` the cache is read from there now, and saved at close() and every `cache_save_interval` seconds.
+        With `cache_dir` the cache is read from there now, and saved at close() and every `cache_save_interval` seconds,
+        or later if requests are under way (at most twice that) or if it takes long.
         """
         shape = split.shape
         device = next(model.parameters()).device
@@ -114,7 +117,8 @@ class Engine:
         self._overlap, self._drafting = overlap, drafting
         self._launched: tuple[Plan, StepOutput] | None = None
         self._cache_dir = Path(cache_dir) if cache_dir and self.scheduler.limits.prefix_caching else None
-        self._save_interval, self._saved_at = cache_save_interval, time.monotonic()
+        self._save_interval = self._save_pause = cache_save_interval if self._cache_dir is not None else 0
+        self._saved_at, self._saved_steps = time.monotonic(), 0
         self._made_with: dict[str, Any] = {}
         if self._cache_dir is not None:
             self._made_with = saved.identity(model, pool)
@@ -125,6 +129,9 @@ class Engine:
         """Read a checkpoint and get ready. Raises ConfigError or CheckpointError."""
         started = time.monotonic()
         device = _device(config.device)
+        check_host_room(config, device)
+        if config.cache_dir:
+            saved.check_folder(Path(config.cache_dir))
         folder = resolve(config.model, config.revision)
         texts = resolve(config.tokenizer) if config.tokenizer else folder
         architecture = ModelConfig.from_folder(folder, config.hf_overrides)
@@ -216,7 +223,19 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether step() has anything to do."""
+        return self._answering or self._due
+
+    @property
+    def _answering(self) -> bool:
         return self._launched is not None or self.scheduler.unfinished
+
+    @property
+    def _due(self) -> bool:
+        """Whether the cache is to be saved now: after the interval if nobody waits, else after two."""
+        if not self._save_pause or self.scheduler.steps == self._saved_steps:
+            return False
+        since = time.monotonic() - self._saved_at
+        return since > self._save_pause * (1 + self._answering)
 
     def step(self) -> list[Delta]:
         """Launch a step, commit a step. Async scheduling is nothing but committing one launch late."""
@@ -239,7 +258,7 @@ class Engine:
         else:
             self._launched = launched
             out += self._settle()
-        if self._save_interval and time.monotonic() - self._saved_at > self._save_interval:
+        if self._due:
             out += self._settle()
             self.save_cache()
         return out
@@ -293,13 +312,16 @@ class Engine:
         """Write what the cache holds to its folder, if it has one; waits for the device. A failure is only logged."""
         if self._cache_dir is None:
             return
-        self._saved_at = time.monotonic()
+        started, self._saved_steps = time.monotonic(), self.scheduler.steps
         moves, copies = self.scheduler.cache.moves()
         self.runner.apply(Plan(moves=moves, copies=copies))
         try:
             saved.save(self._cache_dir, self._made_with, self.scheduler.cache, self.runner.pool, self.runner.store)
         except OSError as error:
             logger.error("the cache could not be saved to %s: %s", self._cache_dir, error)
+        self._saved_at = time.monotonic()
+        if self._save_interval:
+            self._save_pause = max(self._save_interval, (_SAVING - 1) * (self._saved_at - started))
 
     def _validate(self, request: Request) -> None:
         params, length = request.params, len(request.prompt)

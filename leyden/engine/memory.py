@@ -1,6 +1,8 @@
 """Divides measured memory once, between state slots and KV pages, and says what that gives."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +13,8 @@ from leyden.cache.pool import NO_DRAFTER, DraftShape, Pool, PoolShape
 from leyden.config.engine import EngineConfig
 from leyden.config.model import ModelConfig
 from leyden.errors import ConfigError
+from leyden.formats.fp8 import E4M3
+from leyden.formats.scheme import Scheme
 
 logger = log.get(__name__)
 
@@ -24,7 +28,7 @@ _SNAPSHOT_SHARE = 0.5  # of what the running states leave: the rest is for pages
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "float16": torch.float16, "half": torch.float16} | {
     "bfloat16": torch.bfloat16
 }
-_CACHE_DTYPES = _DTYPES | {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}  # of keys and values
+_CACHE_DTYPES = _DTYPES | {"fp8": E4M3, "fp8_e4m3": E4M3}  # of keys and values
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,11 @@ def divide(
     Raises ConfigError with the numbers if not even one sequence of max_model_len fits. Where --max-model-len was not
     given, the model's own limit is lowered to what fits instead.
     """
-    kv_dtype = dtype_of(config.kv_cache_dtype, dtype, "--kv-cache-dtype", _CACHE_DTYPES)
+    # auto on a CPU: an FP8 cache has no kernels there, and a CPU has the memory
+    fp8 = device == "cuda" and Scheme(model.quantization).fp8_cache
+    if fp8 and config.kv_cache_dtype == "auto":
+        logger.info("keys and values are cached in FP8, as the checkpoint says; --kv-cache-dtype bfloat16 changes that")
+    kv_dtype = dtype_of(config.kv_cache_dtype, E4M3 if fp8 else dtype, "--kv-cache-dtype", _CACHE_DTYPES)
     ssm_auto = dtype_of(model.mamba_ssm_cache_dtype, torch.float32, "mamba_ssm_cache_dtype")
     ssm_dtype = dtype_of(config.mamba_ssm_cache_dtype, ssm_auto, "--mamba-ssm-cache-dtype")
     page_bytes = Pool.page_bytes(model, config.block_size, kv_dtype, draft)
@@ -150,6 +158,19 @@ def _tier(config: EngineConfig, states: int, pages: int, slot_bytes: int, page_b
             f"({slot_bytes / _GIB:.2g} GiB) and a page; give more, or leave the flag out"
         )
     return slots, (budget - slots * slot_bytes) // page_bytes
+
+
+def check_host_room(config: EngineConfig, device: torch.device) -> None:
+    """Whether there can be room for --kv-offloading-size: better known now than after loading. Raises ConfigError."""
+    if device.type == "cuda":
+        room, where, advice = _available(), "main memory has", "ask for less"
+    else:
+        folder = tempfile.gettempdir()
+        room, where = shutil.disk_usage(folder).free, f"{folder} has"
+        advice = "ask for less, or set TMPDIR to a folder with more"
+    if (config.kv_offloading_size or 0) * _GIB > room:
+        asked = f"--kv-offloading-size: {config.kv_offloading_size:,g} GiB are asked for"
+        raise ConfigError(f"{asked}, {where} {room / _GIB:,.1f} GiB; {advice}")
 
 
 def free(config: EngineConfig, device: torch.device) -> int:

@@ -42,7 +42,7 @@ class Sampler:
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)
         self.drafts = torch.full((slots, width), -1, dtype=torch.int64, device=device)
         self.decree: Synthetic | None = None  # what says how many drafts are kept, in place of the target
-        # Ids that end a sequence, -1 behind them, and where they begin to: known here where drafts may follow them.
+        # Ids that end a sequence, -1 behind them, and where they begin to.
         self.stops = torch.full((slots, 1), -1, dtype=torch.int64, device=device)
         self._open_at = torch.zeros(slots, dtype=torch.int64, device=device)
         self._budgets = Budgets(slots, vocab_size, device)
@@ -67,8 +67,7 @@ class Sampler:
         self._floats[slots] = upload(floats, self._device)
         ints = [[a.params.top_k, a.seed] for a in admits]
         self._ints[slots] = upload(ints, self._device, torch.int64)
-        if self.drafts.shape[1]:
-            self._admit_stops(admits, slots)
+        self._admit_stops(admits, slots)
         for a in admits:
             self._admit_one(a)
         self._budgets.admit(admits)
@@ -204,10 +203,12 @@ class Sampler:
         alive: Tensor | None = None,
     ) -> Tensor:
         """One token for each of `rows`, int64 [R]; only rows that are `alive` (bool [R]) count it as theirs."""
-        logits = self._adjust(rows, slots, positions, raw)
-        logits = self._banned.close(rows, self._banned.before(slots), logits)
+        adjusted = self._adjust(rows, slots, positions, raw)
+        logits = self._banned.close(rows, self._banned.before(slots), adjusted)
         if allowed is not None:
             logits = _constrain(raw, logits, allowed)
+        if logits is not raw:
+            logits = self._or_end(slots, adjusted, logits)
         tokens = self.draw(slots, positions, logits)
         before = self.last[slots]
         tokens = self._budgets.apply(rows, slots, positions, before, tokens, alive)
@@ -219,6 +220,13 @@ class Sampler:
             self._counts[at] += 1 if alive is None else alive[counted].int()
             self._seen[at] = True if alive is None else self._seen[at] | alive[counted]
         return tokens
+
+    def _or_end(self, slots: Tensor, adjusted: Tensor, logits: Tensor) -> Tensor:
+        """Where nothing is left open the answer ends. If nothing ends it (ignore_eos), its bad words do not count."""
+        closed = logits.amax(-1, keepdim=True) == float("-inf")
+        stop = self.stops[slots, :1]
+        end = torch.full_like(logits, float("-inf")).scatter(1, stop.clamp(min=0), 0.0)
+        return torch.where(closed, torch.where(stop >= 0, end, adjusted), logits)
 
     def _values(self, rows: list[Row], places: Tensor, logits: Tensor, tokens: Tensor) -> "_Values | None":
         """Log-probabilities of those rows that ask for them; places and tokens [R, width + 1]."""

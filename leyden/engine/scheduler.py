@@ -555,11 +555,20 @@ class Scheduler:
 
     # looking in
 
+    @property
+    def steps(self) -> int:
+        """How many were committed."""
+        return self._stats.steps
+
     def stats(self) -> EngineStats:
         stats, cache = self._stats, self.cache
         stats.running, stats.waiting = len(self.running), len(self.waiting)
         stats.slots_free, stats.pages_free = cache.free_slots, cache.free_pages
         stats.pages_cached, stats.snapshots = cache.cached_pages, cache.snapshots
+        if (tier := cache.tier) is not None:
+            stats.host_slots_total, stats.host_slots_free = tier.slots, len(tier.free_slots)
+            stats.host_pages_total, stats.host_pages_free = tier.pages, len(tier.free_pages)
+            stats.moved = dict(tier.moved)
         return stats
 
     def check(self) -> None:

@@ -8,8 +8,10 @@ import asyncio
 import contextlib
 import inspect
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from http import HTTPStatus
+from types import FrameType
 from typing import Any
 
 import fastapi
@@ -21,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from leyden import __version__, log
 from leyden.config.server import ServerConfig
@@ -39,6 +42,7 @@ from leyden.text.tokenizer import Tokenizer
 
 logger = log.get(__name__)
 
+_LAST_WORDS = 2  # seconds in which requests that are ended can say so
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -162,6 +166,12 @@ class _JsonRoute(APIRoute):
 
         return read
 
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """HEAD is GET here; of its answer uvicorn sends the head alone."""
+        if scope["method"] == "HEAD" and "GET" in (self.methods or ()):
+            scope = {**scope, "method": "GET"}
+        await super().handle(scope, receive, send)
+
 
 def _add_errors(app: fastapi.FastAPI, config: ServerConfig) -> None:
     """Every error in the one shape; what a client did wrong is never a 500 and never shows our insides."""
@@ -209,7 +219,30 @@ def _path(request: Request) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, stopped by a signal without dying of it: the exit code is ours to choose."""
+    """uvicorn, stopped by a signal without dying of it: the exit code is ours to choose.
+
+    Requests that run then have `grace` seconds; those that are left are told why they end, and their streams are whole.
+    """
+
+    def __init__(self, settings: uvicorn.Config, client: EngineClient, grace: float):
+        super().__init__(settings)
+        self._client, self._grace = client, grace
+        self._ending = False
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(self._grace, self._end)
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The second signal ends the grace, the third everything."""
+        if self.should_exit and not self._ending:
+            self._end()
+        else:
+            super().handle_exit(sig, frame)
+
+    def _end(self) -> None:
+        self._ending = True
+        self._client.end(Overloaded("the server is shutting down", 503))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -224,7 +257,7 @@ class _Server(uvicorn.Server):
 def serve(app: fastapi.FastAPI, config: ServerConfig, client: EngineClient) -> int:
     """Run until SIGINT or SIGTERM (exit code 0) or until the engine is gone (1).
 
-    Requests that run when a signal comes get `shutdown_timeout` seconds.
+    Requests that run when a signal comes get `shutdown_timeout` seconds, then they end with an error of status 503.
     """
     settings = uvicorn.Config(
         app,
@@ -239,7 +272,7 @@ def serve(app: fastapi.FastAPI, config: ServerConfig, client: EngineClient) -> i
         log_config=None,  # leyden.log has set up logging
         log_level=config.uvicorn_log_level,
         access_log=False,  # the gate writes it
-        timeout_graceful_shutdown=config.shutdown_timeout or 1,  # with 0 uvicorn reports requests that had just ended
+        timeout_graceful_shutdown=config.shutdown_timeout + _LAST_WORDS,
         server_header=False,
     )
     if not config.local and not config.api_key:
@@ -248,7 +281,7 @@ def serve(app: fastapi.FastAPI, config: ServerConfig, client: EngineClient) -> i
         )
 
     async def main() -> int:
-        server = _Server(settings)
+        server = _Server(settings, client, config.shutdown_timeout)
         death = asyncio.ensure_future(client.died())
         death.add_done_callback(lambda _: setattr(server, "should_exit", True))
         await server.serve()

@@ -335,6 +335,14 @@ class EngineClient:
         self._lose("the server is shutting down")
         await self._link.close()
 
+    def end(self, error: RequestError) -> None:
+        """Abort every request; whoever waits for one is told `error`."""
+        for verdict in self._verdicts.values():
+            if not verdict.done():
+                verdict.set_exception(error)
+        for stream in set(self._streams.values()):
+            stream.end(error)
+
     @property
     def requests(self) -> int:
         """Requests that the engine has, running or waiting."""

@@ -236,6 +236,14 @@ class EngineNumbers(Collector):
         yield self._gauge("leyden:snapshots", "states kept for later prompts", stats.snapshots)
         yield self._gauge("leyden:pages_total", "pages", stats.pages_total)
         yield self._gauge("leyden:pages_cached", "pages kept for later prompts", stats.pages_cached)
+        if stats.host_slots_total:
+            slots = stats.host_slots_total - stats.host_slots_free
+            yield self._gauge("leyden:host_states_total", "places for states in host memory", stats.host_slots_total)
+            yield self._gauge("leyden:host_states_used", "of these, in use", slots)
+            yield self._gauge("leyden:host_pages_total", "places for pages in host memory", stats.host_pages_total)
+            pages = stats.host_pages_total - stats.host_pages_free
+            yield self._gauge("leyden:host_pages_used", "of these, in use", pages)
+            yield self._counters("leyden:host_moves", "pages and states that went there or back", "kind", stats.moved)
         yield self._counters("leyden:cache_hits", "prompts by where their beginning was", "kind", stats.hits)
         yield self._counter("leyden:engine_steps", "steps of the engine", stats.steps)
         yield self._counter("leyden:recorded_steps", "of these, from a recording", stats.recorded_steps)
@@ -302,6 +310,11 @@ class Report:
             f"{stats.running} running, {stats.waiting} waiting, "
             f"{pages / max(stats.pages_total, 1):.1%} of the pages in use, {cached / max(read, 1):.1%} cache hits"
         )
+        if stats.host_slots_total:
+            line += (
+                f", in host memory {stats.host_slots_total - stats.host_slots_free} of {stats.host_slots_total} states "
+                f"and {stats.host_pages_total - stats.host_pages_free} of {stats.host_pages_total} pages"
+            )
         if drafts:
             line += f", {1 + accepted / drafts:.2f} tokens per draft ({accepted / max(drafted, 1):.1%} accepted)"
             line += ", SYNTHETIC: by decree" if stats.synthetic else ""

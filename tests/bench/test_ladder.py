@@ -21,8 +21,9 @@ def test_the_grid_of_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture
     assert all(cell["tokens_per_s"] > 0 for cell in found["decode"]) and found["prefill"]["33"] > 0
     assert ladder.main([str(tmp_path), *sizes, "--reference"]) == 0
     assert "prompt of 33" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="--batches: expected whole numbers"):
+    with pytest.raises(SystemExit, match="2"):
         ladder.main([str(tmp_path), "--batches", "one"])
+    assert "argument --batches: expected whole numbers with commas, got 'one'" in capsys.readouterr().err
 
 
 def test_the_floor_counts_what_a_step_reads(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def test_wrong_flags_end_with_2(capsys: pytest.CaptureFixture[str]):
         (ConfigError("a"), 2, "leyden serve: a\nleyden serve --help tells more\n"),
         (CheckpointError("b"), 1, "leyden serve: b\n"),
         (EngineDead("c"), 1, "leyden serve: c\n"),
+        (FileNotFoundError(2, "No such file", "x/y"), 1, "leyden serve: x/y cannot be read or written: No such file\n"),
         (
             ModuleNotFoundError("x", name="uvicorn.main"),
             1,
@@ -59,12 +60,13 @@ def test_errors_become_exit_codes(error, code, message, capsys, monkeypatch: pyt
     assert capsys.readouterr().err.endswith(message)
 
 
-def test_our_own_faults_keep_their_traceback(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("fault", [ModuleNotFoundError("x", name="leyden.nothing"), OSError("of no file")])
+def test_our_own_faults_keep_their_traceback(fault: Exception, monkeypatch: pytest.MonkeyPatch):
     def fail(argv: list[str]) -> int:
-        raise ModuleNotFoundError("x", name="leyden.nothing")
+        raise fault
 
     monkeypatch.setattr("leyden.cli.serve.main", fail)
-    with pytest.raises(ModuleNotFoundError):
+    with pytest.raises(type(fault)):
         cli.main(["serve", "m"])
 
 

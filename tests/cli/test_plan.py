@@ -2,22 +2,11 @@ import json
 
 import pytest
 
+from leyden.bench.middling import CONFIG, RELEASE
 from leyden.cli import main
 from leyden.testing.checkpoints import tiny
 
-NANO = {
-    "model_type": "nemotron_h",
-    "hidden_size": 2688,
-    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-    "num_attention_heads": 32,
-    "num_key_value_heads": 2,
-    "mamba_num_heads": 64,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 1856,
-    "moe_shared_expert_intermediate_size": 3712,
-    "max_position_embeddings": 1048576,
-}
+NANO = CONFIG | RELEASE | {"max_position_embeddings": 1048576}
 
 
 @pytest.fixture

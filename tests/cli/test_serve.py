@@ -65,6 +65,25 @@ def test_a_taken_address_is_found_before_loading():
     serve.check_address(ServerConfig(port=0))
 
 
+def test_what_the_address_needs_is_checked_before_loading(tmp_path: Path):
+    (tmp_path / "no.pem").write_text("no certificate")
+    for name in ("no.pem", "missing.pem"):
+        pem = str(tmp_path / name)
+        with pytest.raises(ConfigError, match=f"--ssl-certfile {pem} --ssl-keyfile {pem}: expected certificates"):
+            serve.check_address(ServerConfig(port=0, ssl_certfile=pem, ssl_keyfile=pem))
+    with pytest.raises(ConfigError, match="--uds .*: no socket can be made there"):
+        serve.check_address(ServerConfig(uds=str(tmp_path / "missing" / "socket")))
+    serve.check_address(ServerConfig(uds=str(tmp_path / "socket")))
+
+
+def test_files_that_flags_name_are_checked(tmp_path: Path):
+    (tmp_path / "template").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="--chat-template .*: expected a text file in UTF-8"):
+        serve._read(str(tmp_path / "template"))
+    with pytest.raises(ConfigError, match="--generation-config nowhere: expected auto, vllm or a folder"):
+        serve.sampling_defaults(EngineConfig(model="m", generation_config="nowhere"), tmp_path)
+
+
 def test_sampling_defaults(tmp_path: Path):
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "max_new_tokens": 7, "eos_token_id": 2}')
     other = tmp_path / "other"

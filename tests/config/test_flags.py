@@ -20,7 +20,7 @@ OWN_OBJECT = "config object with its own defaults"
 # Values of ours that differ on purpose: no model is served by accident, no foreign web page is let in.
 OTHER_DEFAULTS = {"model", "allowed_origins"}
 # Closed on purpose where vLLM checks late or never.
-OTHER_CHOICES = {"tool_call_parser", "mamba_backend", "reasoning_parser", "load_format"}
+OTHER_CHOICES = {"tool_call_parser", "mamba_backend", "reasoning_parser", "load_format", "quantization"}
 MORE_CHOICES = {"spec_method": {"auto"}}
 # Read by Launch or by `leyden serve` itself.
 READ_ELSEWHERE = {"model_tag", "config", "tokenizer", "log_level", "log_format"}

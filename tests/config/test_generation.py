@@ -33,7 +33,7 @@ def test_no_file_recommends_nothing(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"temperature": -1}, "generation_config.json: temperature must be"),
+        ({"temperature": -1}, "generation_config.json or --override-generation-config: temperature must be"),
         ({"top_p": 0}, "top_p must be"),
         ({"top_k": 1.5}, "top_k must be"),
         ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1"),

@@ -28,6 +28,11 @@ def notes(*argv: str, device: str = "cpu") -> list[str]:
     return launch(*argv).notes(device)
 
 
+def test_weights_are_not_stored_in_a_way_that_nobody_knows():
+    with pytest.raises(ConfigError, match="--quantization: expected one of compressed-tensors, fp8, .*, got 'int3'"):
+        Launch.from_argv(["m", "--quantization", "int3"])
+
+
 def test_fields():
     made = launch(
         *("--served-model-name", "a", "b", "--port", "9000", "--api-key", "k"),

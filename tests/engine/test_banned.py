@@ -9,6 +9,7 @@ import torch
 from leyden.engine.banned import Banned
 from leyden.errors import RequestError
 from leyden.model.context import Context
+from leyden.spec.ngram import NGram
 from leyden.types import Admit, Request, Row, SamplingParams
 from tests.engine.conftest import engine, run
 
@@ -114,6 +115,25 @@ def test_a_word_that_begins_in_the_prompt_is_none(model):
     prompt = [5, 6, 7]
     free = oracle(model, prompt, 4, [])
     assert answers(engine(model), [prompt], [[[7, free[0]]]])["0"][:4] == free
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("drafter", [None, NGram(2, 1, 4)], ids=["plain", "drafts"])
+def test_where_nothing_is_left_open_the_answer_ends(model, drafter: NGram | None, temperature: float):
+    wishes = {"allowed_token_ids": [30, 31], "temperature": temperature, "stop_token_ids": [40, 50]}
+    banned = [[first, second] for first in (30, 31) for second in (30, 31)]
+    request = Request(id="r", prompt=[30, 31, 30, 31], params=params(banned, **wishes))
+    deltas = run(engine(model, drafter=drafter), [(0, request)])["r"]
+    first, second = [token for delta in deltas for token in delta.token_ids]
+    assert first in (30, 31) and second == 40
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", 40)
+
+
+def test_if_nothing_can_end_the_answer_bad_words_do_not_count(model):
+    request = Request(id="r", prompt=[5, 6, 7], params=params([[30]], allowed_token_ids=[30], max_tokens=3))
+    deltas = run(engine(model), [(0, request)])["r"]
+    assert [token for delta in deltas for token in delta.token_ids] == [30, 30, 30]
+    assert deltas[-1].finish_reason == "length"
 
 
 def test_ids_must_be_in_the_vocabulary(model):

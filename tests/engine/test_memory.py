@@ -1,17 +1,19 @@
 """What divide() makes of the memory: the published sizes, refusals that say what would fit, drafters and all."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from leyden.bench.middling import CONFIG, RELEASE
 from leyden.cache.pool import NO_DRAFTER, DraftShape, Pool
 from leyden.config.engine import EngineConfig
 from leyden.config.launch import Launch
 from leyden.config.model import ModelConfig
 from leyden.engine.engine import Engine
-from leyden.engine.memory import Split, divide
+from leyden.engine.memory import Split, check_host_room, divide
 from leyden.errors import ConfigError
 from leyden.ops.cpu.program import types
 from leyden.testing import checkpoints
@@ -19,22 +21,7 @@ from leyden.types import Request, SamplingParams
 from tests.engine.conftest import TINY
 
 GIB = 2**30
-# Attention and Mamba layers of the 30B-A3B release; the rest does not matter here.
-NANO = ModelConfig.from_dict(
-    {
-        "model_type": "nemotron_h",
-        "hidden_size": 2688,
-        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        "num_attention_heads": 32,
-        "num_key_value_heads": 2,
-        "mamba_num_heads": 64,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 6,
-        "moe_intermediate_size": 1856,
-        "moe_shared_expert_intermediate_size": 3712,
-        "max_position_embeddings": 1048576,
-    }
-)
+NANO = ModelConfig.from_dict(CONFIG | RELEASE | {"max_position_embeddings": 1048576})
 
 
 def split(gib: float, device: str = "cuda", **config) -> Split:
@@ -49,6 +36,28 @@ def test_the_published_sizes():
     made = split(20, max_num_seqs=8)
     assert made.page_bytes == 16 * 6144 and made.slot_bytes == 49_082_368
     assert split(20, max_num_seqs=8, mamba_ssm_cache_dtype="float16").slot_bytes == 24_965_120
+
+
+CACHES_FP8 = [
+    {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"},
+    {"producer": {}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},  # hf_quant_config.json
+    {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+]
+
+
+@pytest.mark.parametrize("quantization", CACHES_FP8)
+def test_auto_is_an_fp8_cache_where_the_checkpoint_says_so(quantization, caplog):
+    model = replace(NANO, quantization=quantization)
+
+    def kv_dtype(device: str, model: ModelConfig = model, **config: str) -> torch.dtype:
+        return divide(EngineConfig(model="m", **config), model, torch.bfloat16, device, 20 * GIB).shape.kv_dtype
+
+    with caplog.at_level("INFO", "leyden"):
+        assert kv_dtype("cuda") == torch.float8_e4m3fn
+    assert "cached in FP8, as the checkpoint says" in caplog.text
+    assert kv_dtype("cuda", kv_cache_dtype="bfloat16") == kv_dtype("cpu") == torch.bfloat16
+    assert kv_dtype("cuda", replace(NANO, quantization={"quant_algo": "NVFP4"})) == torch.bfloat16
+    assert kv_dtype("cuda", NANO) == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
@@ -134,6 +143,13 @@ DRAFTS = {
     "mtp": DraftShape(width=3, lookahead=2, mtp_layers=1),
     "dspark": DraftShape(width=7, layers=(2, 1, 32)),
 }
+
+
+@pytest.mark.parametrize(("device", "where"), [("cpu", "TMPDIR"), ("cuda", "main memory")])
+def test_more_host_memory_than_there_is_is_refused(device, where):
+    check_host_room(EngineConfig(model="m", kv_offloading_size=0.001), torch.device(device))
+    with pytest.raises(ConfigError, match=f"--kv-offloading-size: 1e\\+06 GiB are asked for, .*{where}"):
+        check_host_room(EngineConfig(model="m", kv_offloading_size=1e6), torch.device(device))
 
 
 @pytest.mark.parametrize("draft", DRAFTS)

@@ -181,7 +181,11 @@ def test_what_left_the_device_comes_back_from_host_memory(model, overlap):
             assert answer == oracle(model, prompt, 8)
             assert (cached == len(prompt) - 11) if turn else (cached == 0)
             prompts[i] = prompt + answer + prompt_of(10, 90 + i)
-    assert made.scheduler.cache.far_snapshots
+    stats, cache = made.stats(), made.scheduler.cache
+    assert stats.host_slots_total - stats.host_slots_free == cache.far_snapshots > 0
+    assert stats.host_pages_total == 80 and stats.host_pages_free < 80
+    assert stats.moved["states_in"] == stats.hits["host"] > 0 and stats.moved["states_out"] >= cache.far_snapshots
+    assert stats.moved["pages_out"] > stats.moved["pages_in"] > 0
     made.scheduler.cache.clear()
     made.check()
     assert made.scheduler.cache.far_snapshots == 0

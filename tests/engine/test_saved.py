@@ -1,9 +1,13 @@
+import itertools
 import logging
+import re
 import stat
+import time
 
 import pytest
 
-from leyden.cache.saved import NAME
+from leyden.cache.saved import NAME, check_folder
+from leyden.errors import ConfigError
 from tests.engine.conftest import engine, oracle, run, tiny
 from tests.engine.device import tokens_of
 from tests.engine.test_engine import greedy, prompt_of
@@ -118,6 +122,45 @@ def test_a_foreign_file_is_ignored_with_one_line(model, tmp_path, change, caplog
         else:
             engine(tiny(dtype=torch.bfloat16), snapshots=8, cache_dir=str(tmp_path))
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "is ignored" in caplog.text
+
+
+def test_between_requests_it_is_saved_and_among_them_only_after_two_intervals(model, tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    made = engine(model, snapshots=8, cache_dir=str(tmp_path), cache_save_interval=10)
+    made.submit(greedy("a", PROMPTS["c0"], 4))
+    now = 15
+    made.step()
+    assert not (tmp_path / NAME).exists()
+    now = 21
+    made.step()
+    assert (tmp_path / NAME).exists()
+    (tmp_path / NAME).unlink()
+    now = 32
+    while made.busy:
+        made.step()
+    assert (tmp_path / NAME).exists()  # nothing is under way any more
+    now = 100
+    assert not made.busy  # and nothing has changed since
+
+
+def test_saving_never_takes_more_than_a_tenth_of_the_time(model, tmp_path, monkeypatch, caplog):
+    clock = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: 6.0 * next(clock))
+    with caplog.at_level(logging.INFO, "leyden"):
+        made = engine(model, snapshots=8, cache_dir=str(tmp_path), cache_save_interval=1)
+        fill(made)
+    took = float(re.findall(r"cache saved to .*, ([\d.]+) s", caplog.text)[-1])
+    assert took > 5 and made._save_pause >= 9 * took
+    assert re.search(r"saving the cache: 0.0 of 0.0 GiB", caplog.text)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_loading(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--cache-dir .*file cannot be written .*name a folder"):
+        check_folder(tmp_path / "file")
+    check_folder(tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_intervals_and_folders_that_cannot_be_written(model, tmp_path, caplog):

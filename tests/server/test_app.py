@@ -58,6 +58,16 @@ def test_unknown_routes_and_methods(server: Server):
     assert "allow" in server.http.delete("/v1/models").headers
 
 
+@pytest.mark.parametrize("path", ["/health", "/ping", "/version", "/load", "/metrics", "/v1/models", "/openapi.json"])
+def test_head_is_get_without_a_body(server: Server, path: str):
+    got, head = server.http.get(path), server.http.head(path)
+    assert (head.status_code, head.content) == (200, b"") and head.headers.keys() == got.headers.keys()
+    assert server.http.head("/tokenize").status_code == 405
+    if path == "/v1/models":
+        counted = 'http_requests_total{handler="/v1/models",method="HEAD",status="2xx"}'
+        assert counted in server.http.get("/metrics").text
+
+
 @pytest.fixture(scope="module")
 def locked(start: Any) -> Iterator[Server]:
     with start({"hi": "</think>Hello"}, api_key=("first", "second key")) as server:

@@ -215,7 +215,9 @@ def test_report_speaks_only_when_something_happens():
     stats.prompt_tokens, stats.generated_tokens, stats.cached_tokens, stats.running = 100, 50, 25, 2
     line = report.line(stats)
     assert line is not None and "2 running, 0 waiting" in line and "10.0% of the pages" in line and "25.0%" in line
-    assert "draft" not in line
+    assert "draft" not in line and "host" not in line
+    stats.host_slots_total, stats.host_slots_free, stats.host_pages_total, stats.host_pages_free = 8, 5, 100, 60
+    assert "in host memory 3 of 8 states and 40 of 100 pages" in str(report.line(stats))
     stats.running = 0
     stats.drafts, stats.drafted_tokens, stats.accepted_tokens = 10, 30, [8, 4, 3]
     line = report.line(stats)
@@ -224,6 +226,18 @@ def test_report_speaks_only_when_something_happens():
     assert "SYNTHETIC" in str(report.line(stats))
     report.line(stats)
     assert report.line(stats) is None
+
+
+def test_host_memory_is_told_where_there_is_some(server: Server):
+    assert not any(name.startswith("leyden:host") for name, _ in samples(server))
+    server.engine.stats = lambda: EngineStats(
+        host_slots_total=8, host_slots_free=5, host_pages_total=100, host_pages_free=60,
+        moved={"pages_out": 50, "pages_in": 10, "states_out": 4, "states_in": 1},
+    )  # fmt: skip
+    assert value(server, "leyden:host_states_total") == 8 and value(server, "leyden:host_states_used") == 3
+    assert value(server, "leyden:host_pages_total") == 100 and value(server, "leyden:host_pages_used") == 40
+    assert value(server, "leyden:host_moves_total", kind="pages_out") == 50
+    assert value(server, "leyden:host_moves_total", kind="states_in") == 1
 
 
 @pytest.mark.parametrize("wrong", [{"max_queued_requests": -1}, {"request_timeout": -1.0}])

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -149,7 +151,7 @@ log.setup()
 link = OwnProcess("leyden.testing.scripted:engine", {"folder": folder, "cases": {}, "step_seconds": 0.005})
 print(link.pid, flush=True)
 assert "torch" not in sys.modules
-client, config = EngineClient(link), ServerConfig(port=port)
+client, config = EngineClient(link), ServerConfig(port=port, shutdown_timeout=int(sys.argv[3]))
 tokenizer = Tokenizer.from_folder(folder)
 app = build(config, client, tokenizer, ChatTemplate.from_folder(folder, tokenizer), model="tiny")
 sys.exit(serve(app, config, client))
@@ -157,9 +159,11 @@ sys.exit(serve(app, config, client))
 
 
 @pytest.fixture
-def program(folder: Path, unused_port: int) -> Iterator[tuple[subprocess.Popen[str], int, httpx.Client]]:
-    """(process, pid of its engine, client)"""
-    command = [sys.executable, "-c", PROGRAM, str(folder), str(unused_port)]
+def program(
+    folder: Path, unused_port: int, request: pytest.FixtureRequest
+) -> Iterator[tuple[subprocess.Popen[str], int, httpx.Client]]:
+    """Parametrised with the shutdown timeout -> (process, pid of its engine, client)"""
+    command = [sys.executable, "-c", PROGRAM, str(folder), str(unused_port), str(getattr(request, "param", 0))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -223,6 +227,30 @@ def test_signals_end_both_processes_cleanly(program: tuple[subprocess.Popen[str]
     process.send_signal(sig)
     assert process.wait(10) == 0
     eventually(lambda: not alive(engine))
+    assert "Traceback" not in process.communicate()[1]
+
+
+@pytest.mark.parametrize(("program", "signals"), [(0, 1), (60, 2)], indirect=["program"])
+def test_requests_under_way_are_told_that_the_server_stops(
+    program: tuple[subprocess.Popen[str], int, httpx.Client], signals: int
+):
+    process, _, http = program
+    whole: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: whole.append(http.post("/v1/completions", json=LONG)))
+    asking.start()
+    with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+        lines = response.iter_lines()
+        begun(lines)
+        eventually(lambda: re.search(r"vllm:num_requests_running{.*} 2.0", http.get("/metrics").text))
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        rest = [line for line in lines if line]
+    asking.join()
+    assert rest[-1] == "data: [DONE]" and whole[0].status_code == 503
+    for error in (json.loads(rest[-2].removeprefix("data: "))["error"], whole[0].json()["error"]):
+        assert (error["code"], error["message"]) == (503, "the server is shutting down")
+    assert process.wait(10) == 0
     assert "Traceback" not in process.communicate()[1]
 
 
