@@ -7,6 +7,8 @@ from leyden.errors import ConfigError
 
 # what -> (module with main(argv) -> exit code, what it measures)
 BENCHES = {
+    "latency": ("leyden.bench.latency", "how long a batch takes, as vllm bench latency"),
+    "throughput": ("leyden.bench.throughput", "requests and tokens per second, as vllm bench throughput"),
     "ladder": ("leyden.bench.ladder", "how fast the engine decodes and reads, and how far from the floor"),
     "kernels": ("leyden.bench.kernels", "how fast each op runs, and how far from what the device allows"),
     "peers": ("leyden.bench.peers", "the same weights through transformers and llama.cpp"),
