@@ -251,12 +251,13 @@ def restore(weight: Weight) -> None:
 
 
 def _change(weight: Weight, format: Format, made: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> None:
-    """A stack goes matrix by matrix: `made` needs several times the memory of what it works on."""
+    """A stack goes some matrices at a time: `made` needs several times the memory of what it works on."""
     parts = {name: part.detach() for name, part in weight.parts.items()}
     weight.allot(format, parts["weight"].device)
-    for member in range(weight.shape[0]) if len(weight.shape) == 3 else (...,):
-        for name, tensor in made({name: part[member] for name, part in parts.items()}).items():
-            weight.parts[name].detach()[member].copy_(tensor)
+    stack = len(weight.shape) == 3
+    for some in [slice(i, i + 16) for i in range(0, weight.shape[0], 16)] if stack else [...]:
+        for name, tensor in made({name: part[some] for name, part in parts.items()}).items():
+            weight.parts[name].detach()[some].copy_(tensor)
 
 
 def _moved(x: Tensor, *order: int) -> Tensor:

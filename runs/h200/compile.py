@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from leyden.formats import Weight
 from leyden.formats.fp8 import FP8
-from leyden.formats.nvfp4 import NVFP4
+from leyden.formats.nvfp4 import NVFP4, Tiled
 from leyden.ops.rows import Rows
 from leyden.ops.triton import attention, conv, draft, linear, moe, norm, nvfp4, qkv, sample, scan, ssm
 
@@ -139,14 +139,14 @@ def attend() -> None:
 def products() -> None:
     for count in (1, 2, 8, 16, 64):
         for size, k in ((10304, 2688), (2688, 4096), (256, 2688), (131072, 2688)):
-            x, plain, eight, four = empty(count, k), *(weight(size, k, format=f) for f in (None, FP8(), NVFP4()))
+            x, plain, eight, four = empty(count, k), *(weight(size, k, format=f) for f in (None, FP8(), Tiled(NVFP4())))
             if count <= linear.NARROW_ROWS:
                 under(f"{count} x {size}", linear.linear, x, plain)
             under(f"{count} x {size} fp8", linear.linear_fp8, x, eight)
             under(f"{count} x {size} nvfp4", nvfp4.linear_nvfp4, x, four, F32)
     gate = empty(128, 2688, dtype=F32), empty(128, dtype=F32)
     shapes = (128, 1856, 2688), (128, 2688, 1856), (3712, 2688), (2688, 3712)
-    dense, packed = ([weight(*shape, format=form) for shape in shapes] for form in (None, NVFP4()))
+    dense, packed = ([weight(*shape, format=form) for shape in shapes] for form in (None, Tiled(NVFP4())))
     for count in (1, 2, 8, 16, 64, 256, 600, 3000):
         x, ids, scores = empty(count, 2688), empty(count, 6, dtype=torch.int64), empty(count, 6, dtype=F32)
         if count == 1:
@@ -158,7 +158,7 @@ def products() -> None:
         else:
             under(f"experts {count}", moe.experts, x, ids, scores, *dense[:2])
         if count <= 256:
-            under(f"experts {count} nvfp4", nvfp4.experts_nvfp4, x, ids, scores, *packed[:2])
+            under(f"experts {count} nvfp4", nvfp4.moe_nvfp4, x, ids, scores, *packed)
     under("decoded nvfp4", nvfp4.decoded, packed[0])
 
 

@@ -152,30 +152,20 @@ def mma(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1):
 @triton.jit
 def _rows_times_columns(a, a_next, b, b_next):
     """Eight rows of A times B: the values at columns 2 t and at columns 2 t + 1 of each thread's row."""
-    THREADS: tl.constexpr = a.shape[0]
-    LEFT: tl.constexpr = (THREADS // 32, 8, 1, 4)
-    RIGHT: tl.constexpr = (THREADS // 32, 1, 8, 4)
-    products = tl.reshape(_low(a), LEFT) * tl.reshape(_low(b), RIGHT)
-    products += tl.reshape(_high(a), LEFT) * tl.reshape(_high(b), RIGHT)
-    products += tl.reshape(_low(a_next), LEFT) * tl.reshape(_low(b_next), RIGHT)
-    products += tl.reshape(_high(a_next), LEFT) * tl.reshape(_high(b_next), RIGHT)
-    even, odd = tl.split(tl.reshape(tl.sum(products, 3), (THREADS // 32, 8, 4, 2)))
-    return tl.reshape(even, (THREADS,)), tl.reshape(odd, (THREADS,))
+    WARPS: tl.constexpr = a.shape[0] // 32
+    left = tl.reshape(tl.join(a, a_next), (WARPS, 8, 1, 4, 2)).to(tl.uint32, bitcast=True)
+    right = tl.reshape(tl.join(b, b_next), (WARPS, 1, 8, 4, 2)).to(tl.uint32, bitcast=True)
+    low = (left << 16).to(tl.float32, bitcast=True) * (right << 16).to(tl.float32, bitcast=True)
+    high = (left & 0xFFFF0000).to(tl.float32, bitcast=True) * (right & 0xFFFF0000).to(tl.float32, bitcast=True)
+    total = tl.sum(tl.reshape(low + high, (WARPS, 8, 8, 8)), 3)
+    even, odd = tl.split(tl.reshape(total, (WARPS, 8, 4, 2)))
+    return tl.reshape(even, (WARPS * 32,)), tl.reshape(odd, (WARPS * 32,))
 
 
 @triton.jit
 def _times(a, b):
-    """The products of two pairs that are known to be exact, as int32."""
-    low, high = _low(a) * _low(b), _high(a) * _high(b)
+    """The products of two pairs (uint32) that are known to be exact, as int32."""
+    low = (a << 16).to(tl.float32, bitcast=True) * (b << 16).to(tl.float32, bitcast=True)
+    high = (a & 0xFFFF0000).to(tl.float32, bitcast=True) * (b & 0xFFFF0000).to(tl.float32, bitcast=True)
     bits = (low.to(tl.uint32, bitcast=True) >> 16) | (high.to(tl.uint32, bitcast=True) & 0xFFFF0000)
     return bits.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _low(pair):
-    return (pair.to(tl.uint32, bitcast=True) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _high(pair):
-    return (pair.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leyden.formats import Weight
-from leyden.formats.nvfp4 import arrange
+from leyden.formats.nvfp4 import Tiled, arrange
 from leyden.ops.triton import linear, moe, packed
 from leyden.ops.triton.launch import OPTIONS, release, wait
 
@@ -61,7 +61,7 @@ def linear_nvfp4(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) ->
     """See ops.linear."""
     dtype = dtype or x.dtype
     rows = x.flatten(0, -2)
-    if not 0 < len(rows) <= WIDE_ROWS or not _ready(x.dtype, weight):
+    if not _ready(x.dtype, weight) or not 0 < len(rows) <= WIDE_ROWS:
         return linear.product(x, decoded(weight), False, dtype)
     out = torch.empty(len(rows), weight.shape[0], dtype=dtype, device=x.device)
     packed.product(packed.aligned(rows), weight, out, len(rows))
@@ -71,7 +71,7 @@ def linear_nvfp4(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) ->
 def mlp_nvfp4(x: Tensor, up: Weight, down: Weight) -> Tensor:
     """See ops.mlp."""
     rows = x.flatten(0, -2)
-    if not 0 < len(rows) <= WIDE_ROWS or not _ready(x.dtype, up, down):
+    if not _ready(x.dtype, up, down) or not 0 < len(rows) <= WIDE_ROWS:
         return linear.product(linear.product(x, decoded(up), True, x.dtype), decoded(down), False, x.dtype)
     out = torch.empty(len(rows), down.shape[0], dtype=x.dtype, device=x.device)
     _mlp(packed.aligned(rows), up, down, out)
@@ -80,43 +80,53 @@ def mlp_nvfp4(x: Tensor, up: Weight, down: Weight) -> Tensor:
 
 def experts_nvfp4(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight) -> Tensor:
     """See ops.experts."""
-    return _mixed(x, ids, weights, up, down, None, None)
+    if not _ready(x.dtype, up, down) or not 0 < ids.numel() <= EXPERT_ROWS * up.shape[0]:
+        return _many(x, ids, weights, up, down)
+    return _few(x, ids, weights, up, down, None, None)
 
 
 def moe_nvfp4(
     x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, shared_up: Weight, shared_down: Weight
 ) -> Tensor:
     """See ops.moe."""
-    if 0 < len(x) <= WIDE_ROWS and _ready(x.dtype, shared_up, shared_down):
-        return _mixed(x, ids, weights, up, down, shared_up, shared_down)
-    return _mixed(x, ids, weights, up, down, None, None) + mlp_nvfp4(x, shared_up, shared_down)
+    ready = _ready(x.dtype, up, down, shared_up, shared_down)
+    if ready and 0 < len(x) <= WIDE_ROWS and ids.numel() <= EXPERT_ROWS * up.shape[0]:
+        return _few(x, ids, weights, up, down, shared_up, shared_down)
+    routed = experts_nvfp4(x, ids, weights, up, down) if ready else _many(x, ids, weights, up, down)
+    hidden = linear.product(x, decoded(shared_up), True, x.dtype)
+    return routed + linear.product(hidden, decoded(shared_down), False, x.dtype)
 
 
-def _mixed(
+def _many(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight) -> Tensor:
+    if len(x) == 0:
+        return x.new_empty(0, down.shape[1])
+    return moe.many_rows(x.contiguous(), ids.contiguous(), weights.contiguous(), decoded(up), decoded(down))
+
+
+def _few(
     x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight,
     shared_up: Weight | None, shared_down: Weight | None,
 ) -> Tensor:  # fmt: skip
     (count, choices), (total, inner, _), size = ids.shape, up.shape, down.shape[1]
     ids, weights, pairs = ids.contiguous(), weights.contiguous(), count * choices
-    if count == 0:
-        return x.new_empty(0, size)
-    if pairs > EXPERT_ROWS * total or not _ready(x.dtype, up, down):
-        routed = moe.many_rows(x.contiguous(), ids, weights, decoded(up), decoded(down))
-        return routed if shared_up is None or shared_down is None else routed + mlp_nvfp4(x, shared_up, shared_down)
     x = packed.aligned(x)
-    joined = 0
-    if shared_up is not None and count <= JOINT_ROWS and shared_up.shape[0] % inner == 0:
-        joined = shared_up.shape[0] // inner
-    parts = joined or int(shared_up is not None)
-    h = torch.empty(pairs + joined * count, inner, dtype=x.dtype, device=x.device)
-    done = torch.empty(pairs + parts * count, size, dtype=x.dtype, device=x.device)
+    few, parts = count <= JOINT_ROWS, 0
+    if few and shared_up is not None and shared_up.shape[0] % inner == 0:
+        parts = shared_up.shape[0] // inner
+    apart = shared_up is not None and not parts
+    h = torch.empty(pairs + parts * count, inner, dtype=x.dtype, device=x.device)
+    done = torch.empty(pairs + max(parts, apart) * count, size, dtype=x.dtype, device=x.device)
     lists, single = (None, ids) if count == 1 else (moe.listed(ids, total), None)
-    with_shared = (shared_up, shared_down) if joined else (None, None)
-    packed.product(x, up, h, count, True, choices, single, lists, with_shared[0], joined)
-    packed.product(h, down, done, count, False, choices, single, lists, with_shared[1], joined)
-    if shared_up is not None and shared_down is not None and not joined:
+    with_up, with_down = (shared_up, shared_down) if parts else (None, None)
+    packed.product(x, up, h, count, True, choices, single, lists, with_up, parts)
+    if few and not apart:
+        out = torch.empty(count, size, dtype=x.dtype, device=x.device)
+        packed.product(h, down, done, count, False, choices, single, lists, with_down, parts, weights, out)
+        return out
+    packed.product(h, down, done, count, False, choices, single, lists, with_down, parts)
+    if shared_up is not None and shared_down is not None and apart:
         _mlp(x, shared_up, shared_down, done[pairs:])
-    return moe.combined(done, weights, count, size, parts)
+    return moe.combined(done, weights, count, size, max(parts, apart))
 
 
 def _mlp(x: Tensor, up: Weight, down: Weight, out: Tensor) -> None:
@@ -126,13 +136,22 @@ def _mlp(x: Tensor, up: Weight, down: Weight, out: Tensor) -> None:
 
 
 def _ready(dtype: torch.dtype, *matrices: Weight) -> bool:
-    """Whether the codes can be multiplied with; then they are in their tiles."""
-    return dtype == torch.bfloat16 and all(arrange(weight) for weight in matrices)
+    """Whether the codes can be multiplied with; then they are in their tiles. All of the matrices or none: an op has
+    kernels for operands of one format."""
+    if any(value != torch.bfloat16 for value in (dtype, *(weight.dtype for weight in matrices))):
+        return False
+    if not all(Tiled.fits(weight.shape) for weight in matrices):
+        return False
+    for weight in matrices:
+        if not isinstance(weight.format, Tiled):
+            assert not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+            arrange(weight)
+    return True
 
 
 def decoded(weight: Weight) -> Tensor:
     """The matrix, or the stack of them, in the dtype of its values."""
-    if weight.dtype != torch.bfloat16 or not arrange(weight):
+    if not isinstance(weight.format, Tiled) or weight.dtype != torch.bfloat16:
         return weight.dense()
     *stack, size, k = weight.shape
     out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.parts["weight"].device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from leyden.formats import Weight
 from leyden.ops.triton.fragments import eight, four, mma, values, weights
-from leyden.ops.triton.launch import OPTIONS, release, wait
+from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
 
 WARPS = 3000  # at least, to keep the memory of an H200 busy
 
@@ -78,9 +78,10 @@ def _fragments(words, FIRST: tl.constexpr, BITS: tl.constexpr):
         return made
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _product(
-    x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets, M, N, x_stride,
+    x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
+    scores, joined, arrived, M, N, x_stride,
     K: tl.constexpr, BITS: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, UP: tl.constexpr,
     EARLY: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -92,6 +93,9 @@ def _product(
     writes row i; otherwise row i is read and row order[i] written. If there are `ids` instead, M is 1, and there is one
     matrix for each choice. Between the products the rows of the parts lie after those of the choices. EARLY: all that
     says which matrix it is was written two kernels ago or earlier.
+
+    With `scores` [M, CHOICES], where not UP, the last program of some columns adds up what a row's choices and the
+    shared expert gave, into `joined` [M, N].
     """
     CHUNKS: tl.constexpr = (K + 63) // 64
     STEPS: tl.constexpr = (CHUNKS + SPLIT - 1) // SPLIT
@@ -207,6 +211,30 @@ def _product(
                     mask=(at < end)[:, None] & (n < N)[None, :],
                 )  # fmt: skip
         words = _tiles(places, 0, in_k & (block + stride < end), BITS, TILES)
+    if scores is not None:  # noqa: SIM102 - decided when the kernel is compiled
+        if arrive(arrived + tl.program_id(0), tl.num_programs(1) * tl.num_programs(2)):
+            n = tl.program_id(0) * (16 * TILES * BANDS) + tl.arange(0, 16 * TILES * BANDS)
+            _join(out, scores, joined, n, M, N, CHOICES, PARTS)
+
+
+@triton.jit
+def _join(done, scores, joined, n, M, N, CHOICES: tl.constexpr, PARTS: tl.constexpr):
+    """moe._combine for some columns and all rows, of what other programs have just written."""
+    m = tl.arange(0, 8)
+    for first in range(0, M, 8):
+        row = first + m
+        inside = (row < M)[:, None] & (n < N)[None, :]
+        total = tl.zeros((8, n.shape[0]), dtype=tl.float32)
+        for choice in tl.static_range(CHOICES):
+            at = row * CHOICES + choice
+            score = tl.load(scores + at, mask=row < M, other=0.0)
+            value = tl.load(done + at[:, None] * N + n[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+            total += score[:, None] * value.to(tl.float32)
+        for part in tl.static_range(PARTS):
+            at = M * CHOICES + part * M + row
+            value = tl.load(done + at[:, None] * N + n[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+            total += value.to(tl.float32)
+        tl.store(joined + row[:, None] * N + n[None, :], total.to(joined.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -243,38 +271,44 @@ def product(
     lists: tuple[Tensor, Tensor] | None = None,
     shared: Weight | None = None,
     parts: int = 0,
+    scores: Tensor | None = None,
+    joined: Tensor | None = None,
     shape: Shape | None = None,
 ) -> None:
     """Rows of x, bfloat16 and aligned(), times one matrix, or with `ids` of one row or `lists` of moe.listed() those of
-    a stack, of which `count` rows have chosen `choices` each; and times `parts` of the shared expert, see _product."""
+    a stack, of which `count` rows have chosen `choices` each; and times `parts` of the shared expert. The sums over a
+    row's choices with its `scores` [count, choices] go to `joined`, if that is wanted. See _product."""
     size, k = weight.shape[-2:]
-    four = weight.format.name != "fp8"
+    bits = 8 if weight.format.name == "fp8" else 4
     codes, scales, whole = stored(weight)
     shared_codes, shared_scales, shared_whole = stored(shared) if shared else (codes, scales, whole)
     order, offsets = lists or (None, None)
     routed = lists is not None or ids is not None
     total = weight.shape[0] if lists else choices if ids is not None else 1
-    mean = max(1, count * choices / total) if routed else count
-    how = shape or chosen(mean, size, k, min(total, count * choices) + parts)
+    mean = max(1, count * choices / total)
+    rows = mean + 1.5 * mean**0.5 if lists else mean  # some matrices of a stack have more than others
+    how = shape or chosen(rows, size, k, min(total, count * choices) + parts, bits)
     bands = how.warps // how.split
     grid = (
         triton.cdiv(size, 16 * how.tiles * bands),
         parts + total,
-        max(1, round(mean / (8 * how.groups))),
+        max(1, round(rows / (8 * how.groups))),
     )
+    arrived = counters(x.device, grid[0]) if joined is not None else None
     _product[grid](
-        x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets, count, size,
-        x.stride(0), k, 4 if four else 8, choices, parts, up, not (routed and up),
+        x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
+        scores, joined, arrived, count, size, x.stride(0), k, bits, choices, parts, up, not (routed and up),
         how.tiles, how.groups, how.split, 32 * how.warps, num_warps=how.warps, **OPTIONS,
     )  # fmt: skip
 
 
-def chosen(mean: float, size: int, k: int, matrices: int) -> Shape:
-    """For `mean` rows of x for each of `matrices` [size, k] that are read: enough warps for every multiprocessor."""
-    groups = min(4, max(1, -(-int(mean) // 8)))
-    tiles = size / 16 * matrices * max(1, mean / (8 * groups))
-    for rows in (2, 1) if mean > 4 else (1,):
-        for split in (1, 2, 4, 8, 16):
-            if tiles / rows * split >= WARPS and split * 128 <= k:
-                return Shape(rows, groups, split, max(4, split))
+def chosen(rows: float, size: int, k: int, matrices: int, bits: int) -> Shape:
+    """For `rows` of x for each of `matrices` [size, k] that are read: enough warps for every multiprocessor, and two
+    tiles for each, which share the rows of x, where registers allow it and issuing instructions is what takes time."""
+    groups = min(4, -(-int(rows) // 8))
+    work = size / 16 * matrices * max(1, rows / (8 * groups))
+    for tiles in (2, 1) if bits == 4 and rows > 4 else (1,):
+        for split in (1, 2, 4, 8, 16) if groups == 1 else (1, 2, 4, 8):
+            if work / tiles * split >= WARPS and split * 128 <= k:
+                return Shape(tiles, groups, split, max(4, split))
     return Shape(1, groups, 8, 8)
