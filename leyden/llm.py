@@ -17,7 +17,7 @@ from leyden.config.engine import EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.generation import GenerationDefaults
 from leyden.engine.engine import Engine
-from leyden.errors import LeydenError
+from leyden.errors import ConfigError, LeydenError
 from leyden.text.stream import TextStream
 from leyden.text.template import ChatTemplate, normalise
 from leyden.text.thinking import starts_thinking, with_thinking
@@ -51,16 +51,19 @@ class Output:
 
 
 class LLM:
-    """A model ready to generate. `options` are the fields of EngineConfig, that is, the flags of `leyden serve`."""
+    """A model ready to generate. `options` are the fields of EngineConfig, that is, the flags of `leyden serve`.
 
-    def __init__(self, model: str, **options: Any):
+    skip_tokenizer_init  prompts are token ids, answers have no text, and no tokenizer is needed
+    """
+
+    def __init__(self, model: str, *, skip_tokenizer_init: bool = False, **options: Any):
         """Raises ConfigError or CheckpointError."""
         folder = resolve(model, options.get("revision"))
         config = EngineConfig(model=str(folder), **options)
-        self.tokenizer = Tokenizer.from_folder(folder)
+        self._texts = resolve(config.tokenizer) if config.tokenizer else folder
+        self._tokenizer = None if skip_tokenizer_init else Tokenizer.from_folder(self._texts)
         self.defaults = GenerationDefaults.from_folder(folder, config.override_generation_config)
         self.engine = Engine.load(config)
-        self._folder = folder
         self._count = 0
 
     def close(self) -> None:
@@ -72,6 +75,20 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ConfigError if there is to be none."""
+        if self._tokenizer is None:
+            raise ConfigError(
+                "texts, stop strings, bad words, grammars and thinking budgets need the tokenizer, and this LLM was "
+                "made with skip_tokenizer_init: give prompts as token ids, or leave the option out"
+            )
+        return self._tokenizer
+
+    def _stream(self, params: SamplingParams, prompt: Sequence[int]) -> "TextStream | _NoText":
+        """What makes the text of one answer to `prompt`."""
+        return _NoText() if self._tokenizer is None and not params.stop else TextStream(self.tokenizer, params, prompt)
 
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """SamplingParams with the checkpoint's recommendations below `changes`."""
@@ -105,7 +122,7 @@ class LLM:
         **template_kwargs: Any,
     ) -> Output:
         """The answer to one conversation, rendered with the checkpoint's template (`enable_thinking=False`, ...)."""
-        template = ChatTemplate.from_folder(self._folder, self.tokenizer)
+        template = ChatTemplate.from_folder(self._texts, self.tokenizer)
         prompt = template.encode(normalise(messages), tools, kwargs=template_kwargs)
         job = _Job(self, prompt, params or self.sampling_params(), template.marks(prompt), calls=bool(tools))
         return self._answer([job])[0]
@@ -140,6 +157,18 @@ class LLM:
                     bar.update()
 
 
+class _NoText:
+    """The text of an answer without a tokenizer."""
+
+    stop: str | None = None
+
+    def push(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
 class _Job:
     """A prompt on its way: the text of its answers as far as it has come."""
 
@@ -148,7 +177,7 @@ class _Job:
     ):
         text = prompt if isinstance(prompt, str) else None
         ids = llm.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
-        if params.thinking is None:
+        if params.thinking is None and (params.grammar is not None or params.thinking_token_budget is not None):
             starts = starts_thinking(ids, llm.tokenizer, default=False)
             params = with_thinking(params, ids, llm.tokenizer, starts=starts, calls=calls)
         if params.bad_words:
@@ -156,7 +185,7 @@ class _Job:
         self.params = params
         self._marks = list(marks)
         self.output = Output(text, ids, [Completion(i) for i in range(params.n)])
-        self._streams = [TextStream(llm.tokenizer, params, ids) for _ in range(params.n)]
+        self._streams = [llm._stream(params, ids) for _ in range(params.n)]
 
     def request(self, request_id: str, index: int) -> Request:
         params = self.params

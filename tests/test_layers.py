@@ -15,7 +15,8 @@ FILES = sorted((ROOT / "leyden").rglob("*.py"))
 LAYERS = [
     {"__main__"},
     {"cli", "testing"},
-    {"server", "quantize", "train", "bench", "llm"},
+    {"server", "quantize", "train", "bench"},
+    {"llm"},
     {"engine"},
     {"spec"},
     {"model"},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from leyden.errors import RequestError
+from leyden.errors import ConfigError, RequestError
 from leyden.llm import LLM
 from leyden.testing.checkpoints import tiny
 from leyden.types import Grammar, SamplingParams
@@ -62,3 +62,31 @@ def test_its_cache_outlives_it(tmp_path: Path):
         (again,) = second.generate([[*said.prompt_token_ids, *said.outputs[0].token_ids, 5]], params)
         assert second.engine.stats().cached_tokens >= len(said.prompt_token_ids)
     assert len(again.outputs[0].token_ids) == 4
+
+
+def test_ids_alone_need_no_tokenizer(llm: LLM, tmp_path: Path):
+    tiny(tmp_path, tokenizer=False)
+    ids = LLM(
+        str(tmp_path),
+        skip_tokenizer_init=True,
+        device="cpu",
+        max_model_len=256,
+        kv_cache_memory_bytes=2**24,
+        max_num_seqs=4,
+    )
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    (answer,) = ids.generate([4, 5, 6], params)[0].outputs
+    (other,) = llm.generate([4, 5, 6], params)[0].outputs
+    assert answer.token_ids == other.token_ids and answer.text == "" and answer.finish_reason == "length"
+    for prompt, wish in (("text", params), ([4], SamplingParams(stop=["a"])), ([4], SamplingParams(bad_words=["a"]))):
+        with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+            ids.generate(prompt, wish)
+
+
+def test_the_tokenizer_may_lie_elsewhere(llm: LLM, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
+    texts = tmp_path_factory.mktemp("texts")
+    tiny(texts)
+    tiny(tmp_path, tokenizer=False)
+    made = LLM(str(tmp_path), tokenizer=str(texts), device="cpu", max_model_len=64, kv_cache_memory_bytes=2**24)
+    params = SamplingParams(temperature=0, max_tokens=5)
+    assert made.generate("hi", params)[0].outputs == llm.generate("hi", params)[0].outputs

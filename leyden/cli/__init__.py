@@ -21,7 +21,7 @@ COMMANDS = {
     "complete": ("leyden.cli.complete", "let a running server continue texts"),
     "quantize": ("leyden.quantize.command", "store a model in fewer bits"),
     "train": ("leyden.train.command", "train a model on conversations"),
-    "bench": ("leyden.cli.bench", "measure: leyden bench evals, api, agents"),
+    "bench": ("leyden.cli.bench", "measure: leyden bench latency, throughput, start, evals and more"),
 }
 
 

@@ -7,6 +7,9 @@ from leyden.errors import ConfigError
 
 # what -> (module with main(argv) -> exit code, what it measures)
 BENCHES = {
+    "latency": ("leyden.bench.latency", "how long a batch takes, from prompts to last tokens, as vllm bench latency"),
+    "throughput": ("leyden.bench.throughput", "requests and tokens per second, as vllm bench throughput"),
+    "start": ("leyden.bench.start", "what leyden serve needs from its command to the first token"),
     "ladder": ("leyden.bench.ladder", "how fast the engine decodes and reads, and how far from the floor"),
     "kernels": ("leyden.bench.kernels", "how fast each op runs, and how far from what the device allows"),
     "peers": ("leyden.bench.peers", "the same weights through transformers and llama.cpp"),

@@ -91,7 +91,7 @@ class _Reader:
 
     def read_flag(self, word: str, ahead: deque[str]) -> None:
         """One flag; its values are taken from `ahead`."""
-        name, equals, inline = _normal(word).partition("=")
+        name, equals, inline = normal(word).partition("=")
         if name not in self.spellings and name[:2] in self.spellings and name[2:3] != ".":  # -O3
             name, equals, inline = name[:2], "=", word[2:]
         name, dot, path = name.partition(".")
@@ -156,7 +156,7 @@ class _Reader:
 
     def words(self, name: str, value: Any) -> list[str]:
         """One entry of a config file as words of a command line."""
-        flag, on = self.find(_normal(name).split(".")[0])
+        flag, on = self.find(normal(name).split(".")[0])
         if isinstance(value, bool) and "." not in name and flag.type == "switch":
             return [(flag.names if on == value else flag.negations())[0]]
         if isinstance(value, list) and flag.many == "+":
@@ -182,7 +182,7 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-") and word != "-" and " " not in name and not NEGATIVE_NUMBER.fullmatch(word)
 
 
-def _normal(word: str) -> str:
+def normal(word: str) -> str:
     """_ becomes - in the name of a flag; keys behind a dot and values stay as they are."""
     end = min((word.find(mark) for mark in ".=" if mark in word), default=len(word))
     return word[:end].replace("_", "-") + word[end:] if word.startswith("--") else word

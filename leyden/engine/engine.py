@@ -179,7 +179,8 @@ class Engine:
             prefix_caching=config.enable_prefix_caching is not False,
             seed=config.seed,
         )
-        logger.info("engine ready in %.1f s: %s", time.monotonic() - started, split)
+        seconds = time.monotonic() - started
+        logger.info("engine ready in %.1f s: %s", seconds, split, extra={"fields": {"seconds": seconds}})
         return engine
 
     def describe(self) -> dict[str, Any]:
