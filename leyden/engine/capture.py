@@ -114,7 +114,7 @@ def padded(*tensors: Tensor) -> Iterator[None]:
 
 def widest(pool: Pool, used: int) -> int:
     """Length of the page tables of a graph for rows of up to `used` pages: one of a few."""
-    return min(pool.shape.pages_per_slot, _PAGES[bisect_left(_PAGES, used)])
+    return min(pool.shape.pages_per_slot, next((pages for pages in _PAGES if pages >= used), used))
 
 
 def graphs(model: Nemotron, pool: Pool, sampler: Sampler, sizes: tuple[int, ...]) -> Graphs:

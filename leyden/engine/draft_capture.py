@@ -84,7 +84,9 @@ class CapturedDraftGraphs(DraftGraphs):
             self._pool.committed[:1].zero_()  # the padding slot has no length
             return out
 
-        with padded(self._rows, self._sampler.last[:1]):
+        # what a trial draws after a forward pass is of another step: its keys are nobody's
+        tables = [made.ctx.narrow.pages for made in self._passes.values() if made.ctx.narrow.pages is not None]
+        with padded(self._rows, self._sampler.last[:1], *tables):
             return Captured(closed, self._memory)
 
 

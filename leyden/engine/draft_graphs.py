@@ -7,7 +7,7 @@ here is how the CPU does it; draft_capture.py says what is different on CUDA.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -71,6 +71,7 @@ class DraftGraphs:
         slots, width, device = pool.shape.slots, sampler.drafts.shape[1], sampler.drafts.device
         self._model, self._pool, self._sampler, self._drafting = model, pool, sampler, drafting
         self.records = pool.committed.device.type == "cpu" and available
+        self._begun = False
         self._drafters_record = True
         self._arena = Arena()
         self._programs: dict[tuple[object, ...], Callable[[], object]] = {}
@@ -89,7 +90,8 @@ class DraftGraphs:
 
     def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None]) -> tuple[Drawn, Drafted] | None:
         """The whole step, if there is a recording for it; None: run the model yourself."""
-        form = self._load(plan)
+        begun, self._begun = self._begun, True  # what drafters set up in their first step is in no recording
+        form = self._load(plan) if begun else None
         if form is None:
             return None
         rows = plan.rows
@@ -105,7 +107,7 @@ class DraftGraphs:
         else:
             forward, key = ("forward", *form), ("after", *form, plan.drafter, plan.drafts)
             if form not in self._given:
-                self._given[form] = _Outcome.empty(*form[:2], self._slots.device)
+                self._given[form] = _Outcome.empty(form[0], form[1], self._slots.device)
             outcome = self._given[form]
             if not self._record(forward, lambda: self._forward(forward, form).logits):
                 return None
@@ -208,20 +210,20 @@ class DraftGraphs:
         self._model.replay(made.ctx, outcome.counts)
         self._pool.reach(slots, outcome.at)
         if self._drafters_record:
-            seen, heads = self._given_to_drafters(form[0], made, outcome)
+            seen, heads = self._given_to_drafters(form, made, outcome)
             draft = self._drafting.step(seen, heads, plan.drafter, plan.drafts)
-            confidence = None if draft is None or draft.confidence is None else draft.confidence.sigmoid()
-            if confidence is not None and not self.any_op:
-                raise NotRecordable("confidence")
             tokens = self._nothing[: form[0]] if draft is None else draft.tokens
             if (missing := self._nothing.shape[1] - tokens.shape[1]) > 0:
                 tokens = ops.join(tokens, self._nothing[: form[0], :missing])
             ops.put(tokens, self._sampler.drafts, slots)
-            self._drafts[key] = Draft(tokens, confidence)
+            self._drafts[key] = Draft(tokens) if draft is None else replace(draft, tokens=tokens)
         return outcome.newest
 
-    def _given_to_drafters(self, count: int, made: _Pass, outcome: _Outcome) -> tuple[Seen, Heads]:
-        seen = Seen(made.tokens, outcome.drawn.flatten(), made.hidden, made.taps, made.ctx)
+    def _given_to_drafters(self, form: tuple[int, ...], made: _Pass, outcome: _Outcome) -> tuple[Seen, Heads]:
+        count, drafts, tokens = form[0], form[1], made.tokens
+        if drafts and not self._drafting.steady:  # somebody may learn from what was tried, and from nothing else
+            tokens = ops.join(tokens.view(count, drafts + 1)[:, :1], self._guesses(form)).flatten()
+        seen = Seen(tokens, outcome.drawn.flatten(), made.hidden, made.taps, made.ctx)
         slots, pages, starts = self._slots[:count], made.ctx.narrow.pages, self._starts[0][: count + 1]
         assert pages is not None
         return seen, Heads(slots, outcome.newest, outcome.at, outcome.ends, pages, starts)
@@ -229,10 +231,12 @@ class DraftGraphs:
     def _drafted(self, key: tuple[object, ...], form: tuple[int, ...], outcome: _Outcome, plan: Plan) -> Drafted:
         found, here = self._drafts.get(key), len(plan.rows)
         if found is not None:
-            confidence = None if found.confidence is None else found.confidence[:here].clone()
+            if found.settle is not None:
+                found.settle()
+            confidence = None if found.confidence is None else found.confidence[:here].sigmoid()
             return Drafted(found.tokens[:here].clone(), confidence)
         slots = self._slots[: form[0]].long()
-        seen, heads = self._given_to_drafters(form[0], self._passes[key], outcome)
+        seen, heads = self._given_to_drafters(form, self._passes[key], outcome)
         return self._drafting.guarded(slots, lambda: self._drafting.step(seen, heads, plan.drafter, plan.drafts), here)
 
     def _record(self, key: tuple[object, ...], step: Callable[[], Tensor]) -> bool:

@@ -72,6 +72,8 @@ class Drafting:
                 known = (draft.tokens >= 0) & (draft.tokens < self._vocab_size)
                 drafts[:, : draft.tokens.shape[1]] = torch.where(known, draft.tokens, -1)
                 confidence = None if draft.confidence is None else draft.confidence.sigmoid()
+                if draft.settle is not None:
+                    draft.settle()
         except torch.AcceleratorError:
             raise
         except Exception:

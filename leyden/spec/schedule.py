@@ -87,6 +87,7 @@ class Schedule:
         self._costs: dict[int, dict[Choice, _Cost]] = {}  # size of the batch -> choice -> cost
         self._right = [[_PRIOR[0] * _PRIOR[1]] * width for width in widths]
         self._tried = [[_PRIOR[1]] * width for width in widths]
+        self._bests: dict[int, Choice] = {}  # by size of the batch, until something new is told
         self._step = self._left = 0
         self._trial = NONE
         self._seconds = self._lost = 0.0
@@ -130,6 +131,7 @@ class Schedule:
         if self._ranges:
             return
         self._step += 1
+        self._bests.clear()
         for place in range(max(tried)):
             reached = [n for n, most in zip(kept, tried, strict=True) if n >= place and most > place]
             fade = 1 - min(1.0, len(reached) / _MEMORY)
@@ -168,8 +170,11 @@ class Schedule:
         return low if below == above else low + (high - low) * (drafts - below) / (above - below)
 
     def _best(self, size: int) -> Choice:
-        choices = [NONE, *((which, n) for which, width in enumerate(self._widths) for n in range(1, width + 1))]
-        return max(choices, key=lambda choice: (self.expected(choice) / self.cost(size, *choice), choice[1]))
+        if size not in self._bests:
+            choices = [NONE, *((which, n) for which, width in enumerate(self._widths) for n in range(1, width + 1))]
+            rated = [(self.expected(choice) / self.cost(size, *choice), choice[1], choice) for choice in choices]
+            self._bests[size] = max(rated, key=lambda each: each[:2])[2]
+        return self._bests[size]
 
     def _possible(self, choice: Choice) -> bool:
         drafter, drafts = choice

@@ -138,7 +138,41 @@ def info() -> None:
     record("GEMM TFLOP/s", 2 * 8192**3 / ms / 1e9)
 
 
+def check_joined() -> None:
+    """Ops that are made of others, and those of drafter networks."""
+    for count in (1, 8):
+        x, residual, w, bias = (
+            randn(count, H),
+            randn(count, H),
+            randn(H),
+            randn(EXPERTS, scale=0.1, dtype=torch.float32),
+        )
+        gate = randn(EXPERTS, H, scale=0.02, dtype=torch.float32)
+        got = ops.add_norm_route(x, residual, w, 1e-5, gate, bias, CHOICES, 1, 1, True, 2.5)
+        with ops.using("reference"):
+            wanted = ops.add_norm_route(x, residual, w, 1e-5, gate, bias, CHOICES, 1, 1, True, 2.5)
+        verdict(f"add_norm_route {count}: norm", error(got[0], wanted[0]), 2e-3)
+        verdict("  sum", float((got[1] != wanted[1]).float().mean()), 0)
+        verdict("  ids", float((got[2].sort().values != wanted[2].sort().values).float().mean()), 0.2)  # one near tie
+        verdict("  weights", error(got[3].sort().values, wanted[3].sort().values), 1e-2)
+        matrices = [stored(randn(size, H, scale=0.02)) for size in (QUERIES, KEYS, KEYS)]
+        batch, cache = rows([1000] * count), randn(2, count * 72 + 1, 16, *KV)
+        other = cache.clone()
+        q = ops.qkv_write(x, *matrices, cache, batch)
+        with ops.using("reference"):
+            wanted_q = ops.qkv_write(x.float(), *map(wide, matrices), other, batch)
+        verdict(f"qkv_write {count}", error(q, wanted_q), 4e-3)
+        verdict("  cache", error(cache, other), 1e-3)  # most of it is what was there: a wrong cell would be 1e-2
+        cos, sin, heads = randn(count, 64, dtype=torch.float32), randn(count, 64, dtype=torch.float32), randn(count, *Q)
+        three = [stored(randn(*shape, scale=0.02)) for shape in ((6144, H), (6144, H), (H, 6144))]
+        turned, gated = ops.rotate(heads, cos, sin), ops.swiglu(x, *three)
+        with ops.using("reference"):
+            verdict(f"rotate {count}", error(turned, ops.rotate(heads.float(), cos, sin)), 4e-3)
+            verdict(f"swiglu {count}", error(gated, ops.swiglu(x.float(), *map(wide, three))), 1e-2)
+
+
 def check() -> None:
+    check_joined()
     hidden = H
     for count in (1, 8, 40, 100, 600, 3000):
         x, residual, w = randn(count, hidden), randn(count, hidden), randn(hidden)

@@ -37,7 +37,7 @@ def main() -> int:
     answers = next(file for name in ("own", "heldout") if (file := out / f"{name}.safetensors").exists())
     for method in arguments.methods:
         words = ["drafter", "--method", method, "--target", out / "pocket/model", "--out", out / method]
-        words += ["--data", out / "train.safetensors", "--heldout", answers]
+        words += ["--data", out / "calls.safetensors", "--heldout", answers]
         words += [*(TINY if arguments.tiny else FULL), "--time-limit", arguments.time_limit]
         words += ["--steps", arguments.steps] if arguments.steps else []
         words += ["--resume"] if (out / method / "state.safetensors").exists() else []

@@ -71,8 +71,8 @@ def full() -> Plan:
             *("--optimizer", "muon", "--lr", "4e-3", "--warmup", "100", "--batch-tokens", "65536"),
             *("--prompt-weight", "0.1", "--mtp-depths", "3", "--mtp-weight", "0.3"),
         ),
-        second_examples=350_000,
-        second_seconds=400,
+        second_examples=240_000,
+        second_seconds=210,
         second_flags=("--lr", "2e-3", "--warmup", "50"),
     )
 

@@ -249,6 +249,16 @@ INLINE float sum(vec x) {
 #endif
 }
 
+INLINE float maximum(vec x) {
+#if WIDTH == 64
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
+#endif
+}
+
 /* Lane i is the sum of x[i]. */
 INLINE vec sums(const vec x[LANES]) {
 #if WIDTH >= 32

@@ -39,9 +39,8 @@ static float largest(const float *x, int64_t n) {
     vec most = splat(-INFINITY);
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) most = vmax(load_all(x + i, F32), most);
-    float top = -INFINITY;
+    float top = maximum(most);
     for (; i < n; i++) top = x[i] > top ? x[i] : top;
-    for (int lane = 0; lane < LANES; lane++) top = most[lane] > top ? most[lane] : top;
     return top;
 }
 
@@ -173,5 +172,33 @@ KERNEL(sample, Sample) {
         if (filtered) n = cut(candidates, n, top, top_k, top_p);
         a->out[row] = draw(candidates, n, top, (uint64_t)a->seed[row * a->seed_stride],
                            (uint32_t)a->position[row * a->position_stride]);
+    }
+}
+
+typedef struct {
+    const float *logits; /* [rows, vocabulary] */
+    float *out;          /* [rows] */
+    int64_t rows, vocabulary, stride;
+    double surest;
+} Certainty;
+
+/* log p - log(1 - p) of the largest: its weight is 1, and what counts is the sum of the other ones. */
+KERNEL(certainty, Certainty) {
+    int64_t from, to;
+    share(a->rows, 1, thread, threads, &from, &to);
+    const float surest = (float)a->surest;
+    for (int64_t row = from; row < to; row++) {
+        const float *logits = a->logits + row * a->stride, most = largest(logits, a->vocabulary);
+        int64_t winner = 0;
+        while (winner + 1 < a->vocabulary && logits[winner] != most) winner++;
+        vec others = {};
+        for (int64_t i = 0; i < a->vocabulary; i += LANES) {
+            vec weight = vexp(load(logits, i, a->vocabulary, F32) - most);
+            for (int64_t lane = 0; lane < LANES && ((winner >= i && winner < i + LANES) || i + LANES > a->vocabulary); lane++)
+                if (i + lane == winner || i + lane >= a->vocabulary) weight[lane] = 0;
+            others += weight;
+        }
+        const float odds = -logf(sum(others));
+        a->out[row] = odds > surest ? surest : odds < -surest ? -surest : odds;
     }
 }
