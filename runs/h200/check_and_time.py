@@ -1088,6 +1088,8 @@ def tune(seconds: float = 75) -> None:
                 near = sorted({max(1, groups - 1), groups, min(4, groups + 1)})
                 cuts = (2, 1), (2, 2), (2, 4), (1, 4), (1, 1)
                 shapes = [(tiles, g, split, 4) for g in near for tiles, split in cuts] + [(1, groups, 8, 8)]
+            if key[0] > 32:
+                shapes = [(1, 8, 1, 4), (1, 8, 2, 4), *shapes]
             for shape in shapes:
                 if time.monotonic() > ended:
                     break
@@ -1095,10 +1097,17 @@ def tune(seconds: float = 75) -> None:
                 results.append((us, str(shape)))
                 if us < results[0][0] * 0.99 and us == min(results)[0]:
                     best[key] = packed.Shape(*shape)
+            for start, module, limit in (("nvfp4 head", nvfp4, "WIDE_ROWS"), ("fp8 in_proj", linear, "FP8_ROWS")):
+                if name.startswith(start) and count >= 32:  # where dense products are faster, decoding included
+                    kept = getattr(module, limit)
+                    setattr(module, limit, 0)
+                    results.append((timed(runs), "dense"))
+                    setattr(module, limit, min(kept, count - 1) if min(results)[1] == "dense" else kept)
             results.sort()
             say(f"  {name:28s} {size / results[0][0] / 1e6:5.2f} TB/s: "
                 + ", ".join(f"{shape} {us:.1f}" for us, shape in results[:6]))  # fmt: skip
             record(f"tune {name}", results)
+    say(f"  decoded in registers up to {nvfp4.WIDE_ROWS} and {linear.FP8_ROWS} rows")
     say(f"  better than chosen: { {key: tuple(vars(shape).values()) for key, shape in best.items()} }")
     try:
         ladder_few_bits("with the best")

@@ -160,6 +160,7 @@ def products() -> None:
         if count <= 256:
             under(f"experts {count} nvfp4", nvfp4.moe_nvfp4, x, ids, scores, *packed)
     under("decoded nvfp4", nvfp4.decoded, packed[0])
+    under("widened fp8", linear.linear_fp8, empty(300, 16), weight(64, 16, format=FP8()))
 
 
 def rest() -> None:

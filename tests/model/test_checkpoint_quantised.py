@@ -17,9 +17,9 @@ from leyden.errors import CheckpointError, ConfigError
 from leyden.formats import Dense, Format, Weight
 from leyden.formats.fp8 import FP8, MXFP8, FP8Block, FP8Channel
 from leyden.formats.int4 import Int4
-from leyden.formats.nvfp4 import NVFP4
+from leyden.formats.nvfp4 import NVFP4, arrange
 from leyden.formats.scheme import describe
-from leyden.model.checkpoint import adopt, build, dummy, fill, load, misfits, save, stored_tensors, tensors_of
+from leyden.model.checkpoint import adopt, build, dummy, fill, load, matrices, misfits, save, stored_tensors, tensors_of
 from leyden.model.context import Context
 from leyden.model.nemotron import Nemotron
 from leyden.testing.checkpoints import tiny
@@ -127,6 +127,16 @@ def test_every_format(format: Format, folder: Path, tmp_path: Path, caplog: pyte
     config = ModelConfig.from_folder(tmp_path / "again")
     assert config.quantization == ModelConfig.from_folder(folder).quantization
     assert same_bits(loaded(folder, device="meta"), model)
+
+
+def test_tiles_are_saved_as_the_release_has_them(folder: Path, tmp_path: Path) -> None:
+    tiny(folder, "mtp", **WIDE)
+    quantise(folder, lambda _: NVFP4())
+    model, before = loaded(folder), loaded(folder)
+    arranged = [weight for _, weight in matrices(model) if weight.format == NVFP4() and arrange(weight)]
+    assert len(arranged) > 5 and torch.equal(logits(model), logits(before))
+    save(model, tmp_path / "again")
+    assert same_bits(loaded(tmp_path / "again"), before)
 
 
 def test_formats_side_by_side(folder: Path, tmp_path: Path) -> None:
