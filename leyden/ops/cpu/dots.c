@@ -3,8 +3,9 @@
 The machine multiplies unsigned by signed bytes, four at a time, into 32 bits. Codes are made unsigned by an offset; x is
 fixed point, q = 256 high + low, both signed. Sums stay whole numbers as long as the scale of the codes does not change.
 
-A lane has a row of the matrix: codes are turned as they come in, TALL rows and CHUNK columns at a time, and all rows of x
-meet them then. So nothing is added up across lanes, and a scale is a vector. */
+One or two rows of x meet codes as they lie: a lane has some of the columns, and lanes are added up in the end. For more of
+them codes are turned first, TALL rows and CHUNK columns at a time: a lane has a row of the matrix then, nothing is added
+up, and a scale is a vector. */
 
 #include "matrix.h"
 
@@ -14,21 +15,22 @@ const int64_t has_dots = 1;
 
 enum {
     CHUNK = 128,       /* columns; sums of so many products fit in 32 bits: 255 * 127 * 256 * 128 */
-    QUADS = CHUNK / 4, /* a product of the machine has four columns */
+    QUADS = 16,        /* of 64 codes: a product of the machine has four columns */
     LEAST = 16,        /* columns of the narrowest groups */
+    FEW = 2,           /* rows of x for which turning is not worth it */
     AT_ONCE = 4,       /* rows of x with 8-bit floats, which lie in lanes of columns */
 };
 
-/* CHUNK columns of a row of x, in the order in which a format has its quads. */
+/* CHUNK columns of a row of x, in the order in which a format has its codes: those of 4 bits are of two columns in a byte,
+and all low halves come before the high ones. */
 typedef struct {
     int8_t high[CHUNK], low[CHUNK];
-    int32_t less[CHUNK / LEAST]; /* what the offset adds, group by group; a chunk of a wider group has one */
+    int32_t less[2 * QUADS]; /* what the offset adds to a group, taken away from its first quad */
 } Fixed;
 
-/* The same columns of TALL rows: lane r of quads[i] has the four codes of row r. */
+/* The same columns of TALL rows: lane r of quads[i] has four codes of row r. */
 typedef struct {
-    __m512i quads[QUADS];
-    vec scales[CHUNK / Q_RUN]; /* of formats that keep them between their codes */
+    __m512i quads[2 * QUADS];
 } Tile;
 
 /* 64 columns of BF16, the first 8 of each 16, then the others: in this order 8-bit floats become BF16. */
@@ -47,10 +49,20 @@ enum { FIXED_HEAD = 64, FLOATS = 64 };
 
 static int32_t offset_of(int64_t kind) { return kind == E2M1 ? 12 : kind == Q8_0 || kind == INT8 ? 128 : 8; }
 
+/* Whether a byte has codes of two columns. */
+INLINE int packed(int64_t kind) { return kind == E2M1 || kind == INT4 || kind == Q4_0; }
+
+static int64_t groups_of(const Matrix *m) { return m->scales ? (m->columns + m->wide - 1) / m->wide : 1; }
+
 /* Columns that have one scale, and sums of their own. */
 static int64_t group_of(const Matrix *m) {
     const int64_t wide = m->kind == Q8_0 || m->kind == Q4_0 ? Q_RUN : m->scales ? m->wide : m->columns;
     return wide > CHUNK ? CHUNK : wide < LEAST ? LEAST : wide;
+}
+
+/* Quads of a group: all in a row, or so many in both halves of packed codes. x is zero in those too many. */
+static int64_t quads_of(const Matrix *m) {
+    return packed(m->kind) ? (group_of(m) + 7) / 8 : (group_of(m) + 3) / 4;
 }
 
 int64_t ready_bytes(const Matrix *m) {
@@ -59,8 +71,21 @@ int64_t ready_bytes(const Matrix *m) {
     return FIXED_HEAD + (m->columns + CHUNK - 1) / CHUNK * sizeof(Fixed);
 }
 
+/* CHUNK columns as codes of a format lie. */
+static void in_order(int64_t kind, const int8_t *columns, int8_t *out) {
+    if (kind == INT8 || kind == Q8_0) {
+        memcpy(out, columns, CHUNK);
+        return;
+    }
+    for (int i = 0; i < 64; i++) {
+        const int even = kind == Q4_0 ? i / 16 * Q_RUN + i % 16 : 2 * i;
+        out[i] = columns[even];
+        out[64 + i] = columns[kind == Q4_0 ? even + 16 : even + 1];
+    }
+}
+
 static void to_fixed(const Matrix *m, const void *x, int type, char *out) {
-    const int64_t columns = m->columns, group = group_of(m);
+    const int64_t columns = m->columns, group = group_of(m), size = quads_of(m);
     vec most = {};
     for (int64_t i = 0; i < columns; i += LANES) {
         vec v = load(x, i, columns, type);
@@ -70,22 +95,20 @@ static void to_fixed(const Matrix *m, const void *x, int type, char *out) {
     for (int lane = 0; lane < LANES; lane++) largest = most[lane] > largest ? most[lane] : largest;
     ((Head *)out)->step = largest / 32512; /* high and low fit in signed bytes */
     const float scale = largest > 0 ? 32512 / largest : 0;
-    const __m128i apart = m->kind == E2M1 || m->kind == INT4
-                              ? _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)
-                              : _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     Fixed *fixed = (Fixed *)(out + FIXED_HEAD);
     for (int64_t start = 0; start < columns; start += CHUNK, fixed++) {
+        int8_t high[CHUNK], low[CHUNK]; /* in the order of the columns */
         memset(fixed->less, 0, sizeof fixed->less);
         for (int64_t i = 0; i < CHUNK; i += LANES) {
             const __m512i q = _mm512_cvtps_epi32(load(x, start + i, columns, type) * scale);
             const __m512i below = _mm512_srai_epi32(_mm512_slli_epi32(q, 24), 24);
             const __m512i above = _mm512_srai_epi32(_mm512_sub_epi32(q, below), 8);
-            const __m128i low = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(below), apart);
-            const __m128i high = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(above), apart);
-            _mm_storeu_si128((__m128i *)(fixed->low + i), low);
-            _mm_storeu_si128((__m128i *)(fixed->high + i), high);
-            fixed->less[i / group] -= offset_of(m->kind) * _mm512_reduce_add_epi32(q);
+            _mm_storeu_si128((__m128i *)(low + i), _mm512_cvtepi32_epi8(below));
+            _mm_storeu_si128((__m128i *)(high + i), _mm512_cvtepi32_epi8(above));
+            fixed->less[i / group * size] -= offset_of(m->kind) * _mm512_reduce_add_epi32(q);
         }
+        in_order(m->kind, high, fixed->high);
+        in_order(m->kind, low, fixed->low);
     }
 }
 
@@ -146,116 +169,79 @@ static void scales_of_rows(const Matrix *m, const int64_t rows[TALL], int64_t gr
     memcpy(scales, all, sizeof all);
 }
 
+/* 64 bytes of codes of a row, zeros behind its end: the `half`-th of CHUNK columns, or all of them where they are packed. */
+INLINE __m512i bytes_of(const Matrix *m, const char *codes, int64_t start, int half, const int kind) {
+    const int64_t left = m->columns - start;
+    if (kind == INT8 || kind == E2M1 || kind == INT4) {
+        const int64_t count = kind == INT8 ? left - 64 * half : left / 2;
+        const __mmask64 mask = count >= 64 ? ~0ull : _bzhi_u64(~0ull, count > 0 ? count : 0);
+        return _mm512_maskz_loadu_epi8(mask, codes + (kind == INT8 ? start + 64 * half : start / 2));
+    }
+    const int size = kind == Q8_0 ? Q_RUN : Q_RUN / 2, runs = kind == Q8_0 ? 2 : 4;
+    const char *at = codes + (start / Q_RUN + half * runs) * (size + 2) + 2;
+    const int64_t there = left / Q_RUN - half * runs;
+    if (there >= runs && kind == Q8_0) {
+        const __m256i first = _mm256_loadu_si256((const __m256i *)at);
+        return _mm512_inserti64x4(_mm512_castsi256_si512(first), _mm256_loadu_si256((const __m256i *)(at + 34)), 1);
+    }
+    if (there >= runs) {
+        const __m512i first = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)at));
+        const __m512i two = _mm512_inserti32x4(first, _mm_loadu_si128((const __m128i *)(at + 18)), 1);
+        const __m512i three = _mm512_inserti32x4(two, _mm_loadu_si128((const __m128i *)(at + 36)), 2);
+        return _mm512_inserti32x4(three, _mm_loadu_si128((const __m128i *)(at + 54)), 3);
+    }
+    char together[64] = {};
+    for (int64_t run = 0; run < there; run++) memcpy(together + run * size, at + run * (size + 2), size);
+    return _mm512_loadu_si512(together);
+}
+
 /* Doubled 4-bit floats, plus the offset. */
 static const uint8_t E2M1_CODES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-/* Unsigned codes from column `start` on; x is zero behind the last one. */
+/* Unsigned codes; the `half` of packed ones. */
+INLINE __m512i codes_of(__m512i bytes, int half, const int kind) {
+    if (!packed(kind)) return _mm512_xor_si512(bytes, _mm512_set1_epi8((char)0x80));
+    bytes = _mm512_and_si512(half ? _mm512_srli_epi16(bytes, 4) : bytes, _mm512_set1_epi8(15));
+    if (kind != E2M1) return bytes;
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)E2M1_CODES)), bytes);
+}
+
 INLINE void take(const Matrix *m, const char *const codes[TALL], int64_t start, Tile *tile, const int kind) {
-    const int64_t left = m->columns - start;
-    const __m512i nibble = _mm512_set1_epi8(15), sign = _mm512_set1_epi8((char)0x80);
     __m512i x[TALL];
-    switch (kind) {
-        case INT8:
-            for (int part = 0; part < 2; part++) {
-                const int64_t count = left - 64 * part;
-                const __mmask64 mask = count >= 64 ? ~0ull : count > 0 ? _bzhi_u64(~0ull, count) : 0;
-                for (int r = 0; r < TALL; r++) x[r] = _mm512_maskz_loadu_epi8(mask, codes[r] + start + 64 * part);
-                transpose(x);
-                for (int i = 0; i < 16; i++) tile->quads[16 * part + i] = _mm512_xor_si512(x[i], sign);
-            }
-            break;
-        case E2M1:
-        case INT4: {
-            const __mmask64 mask = _bzhi_u64(~0ull, left < CHUNK ? left / 2 : 64);
-            const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)E2M1_CODES));
-            for (int r = 0; r < TALL; r++) x[r] = _mm512_maskz_loadu_epi8(mask, codes[r] + start / 2);
+    for (int half = 0; half < 2; half++) {
+        if (half == 0 || !packed(kind)) {
+            for (int r = 0; r < TALL; r++) x[r] = bytes_of(m, codes[r], start, half, kind);
             transpose(x);
-            for (int i = 0; i < 16; i++) {
-                __m512i even = _mm512_and_si512(x[i], nibble);
-                __m512i odd = _mm512_and_si512(_mm512_srli_epi16(x[i], 4), nibble);
-                if (kind == E2M1) {
-                    even = _mm512_shuffle_epi8(table, even);
-                    odd = _mm512_shuffle_epi8(table, odd);
-                }
-                tile->quads[2 * i] = even;
-                tile->quads[2 * i + 1] = odd;
-            }
-            break;
         }
-        case Q8_0:
-        case Q4_0: {
-            const int64_t size = kind == Q8_0 ? 34 : 18, runs = left < CHUNK ? left / Q_RUN : CHUNK / Q_RUN;
-            uint16_t scales[CHUNK / Q_RUN][TALL] = {};
-            for (int r = 0; r < TALL; r++)
-                for (int64_t run = 0; run < runs; run++)
-                    memcpy(&scales[run][r], codes[r] + (start / Q_RUN + run) * size, 2);
-            for (int run = 0; run < CHUNK / Q_RUN; run++) tile->scales[run] = load_all(scales[run], F16);
-            for (int part = 0; part < (kind == Q8_0 ? 2 : 1); part++) {
-                for (int r = 0; r < TALL; r++) {
-                    char at[64] = {};
-                    const char *from = codes[r] + start / Q_RUN * size + 2;
-                    if (kind == Q8_0)
-                        for (int64_t run = 0; run < 2 && 2 * part + run < runs; run++)
-                            memcpy(at + 32 * run, from + (2 * part + run) * size, 32);
-                    else
-                        for (int64_t run = 0; run < runs; run++) memcpy(at + 16 * run, from + run * size, 16);
-                    x[r] = _mm512_loadu_si512(at);
-                }
-                transpose(x);
-                for (int i = 0; i < 16; i++)
-                    if (kind == Q8_0) {
-                        tile->quads[16 * part + i] = _mm512_xor_si512(x[i], sign);
-                    } else { /* four quads of low halves, four of high ones */
-                        tile->quads[i + i / 4 * 4] = _mm512_and_si512(x[i], nibble);
-                        tile->quads[i + i / 4 * 4 + 4] = _mm512_and_si512(_mm512_srli_epi16(x[i], 4), nibble);
-                    }
-            }
-            break;
-        }
+        for (int i = 0; i < QUADS; i++) tile->quads[QUADS * half + i] = codes_of(x[i], half, kind);
     }
 }
 
-static void take_any(const Matrix *m, const char *const codes[TALL], int64_t start, Tile *tile) {
-    switch (m->kind) {
-        case INT8: take(m, codes, start, tile, INT8); break;
-        case E2M1: take(m, codes, start, tile, E2M1); break;
-        case INT4: take(m, codes, start, tile, INT4); break;
-        case Q8_0: take(m, codes, start, tile, Q8_0); break;
-        case Q4_0: take(m, codes, start, tile, Q4_0); break;
-    }
-}
-
-/* sums[t] += the products of x[t] with a tile, whose groups are `size` quads. */
-INLINE void multiply(const Tile *tile, const Fixed *const *x, int64_t groups, int64_t size, const vec *scales, vec *sums,
-                     const int T) {
+/* sums[t] += the products of x[t] with a tile. A group is `size` quads one after the other, or in both halves. */
+INLINE void multiply(const Tile *tile, const Fixed *const *x, int64_t groups, int64_t size, int halves, const vec *scales,
+                     vec *sums, const int T) {
     for (int64_t g = 0; g < groups; g++) {
-        __m512i high[MOST_TOKENS], low[MOST_TOKENS];
-        for (int t = 0; t < T; t++) {
-            high[t] = _mm512_setzero_si512();
-            low[t] = _mm512_set1_epi32(x[t]->less[g]);
-        }
-        for (int64_t i = g * size; i < (g + 1) * size; i++) {
-            const __m512i codes = tile->quads[i];
-            for (int t = 0; t < T; t++) {
-                int32_t above, below;
-                memcpy(&above, x[t]->high + 4 * i, 4);
-                memcpy(&below, x[t]->low + 4 * i, 4);
-                high[t] = _mm512_dpbusd_epi32(high[t], codes, _mm512_set1_epi32(above));
-                low[t] = _mm512_dpbusd_epi32(low[t], codes, _mm512_set1_epi32(below));
-            }
-        }
+        __m512i high[MOST_TOKENS] = {}, low[MOST_TOKENS];
+        for (int t = 0; t < T; t++) low[t] = _mm512_set1_epi32(x[t]->less[g * size]);
+        for (int half = 0; half < halves; half++)
+            for (int64_t i = QUADS * half + g * size; i < QUADS * half + (g + 1) * size; i++)
+                for (int t = 0; t < T; t++) {
+                    int32_t above, below;
+                    memcpy(&above, x[t]->high + 4 * i, 4);
+                    memcpy(&below, x[t]->low + 4 * i, 4);
+                    high[t] = _mm512_dpbusd_epi32(high[t], tile->quads[i], _mm512_set1_epi32(above));
+                    low[t] = _mm512_dpbusd_epi32(low[t], tile->quads[i], _mm512_set1_epi32(below));
+                }
         for (int t = 0; t < T; t++)
             sums[t] += scales[g] * (vec)_mm512_cvtepi32_ps(_mm512_add_epi32(low[t], _mm512_slli_epi32(high[t], 8)));
     }
 }
 
 static void multiply_any(const Tile *tile, const Fixed *const *x, int64_t tokens, int64_t groups, int64_t size,
-                         const vec *scales, vec *sums) {
+                         int halves, const vec *scales, vec *sums) {
     switch (tokens) {
 #define CASE(T) \
-    case T: multiply(tile, x, groups, size, scales, sums, T); break
-        CASE(1);
-        CASE(2);
+    case T: multiply(tile, x, groups, size, halves, scales, sums, T); break
         CASE(3);
         CASE(4);
         CASE(5);
@@ -266,34 +252,127 @@ static void multiply_any(const Tile *tile, const Fixed *const *x, int64_t tokens
     }
 }
 
-static void dots_of_integers(const Matrix *m, int64_t row, int64_t count, const void *const *x, int64_t tokens,
-                             float *out, int64_t stride) {
+/* Rows row, row + 1, ... of a matrix, and what is known of the scales of their groups. */
+typedef struct {
+    const char *codes[TALL];
+    int64_t rows[TALL], groups, known;
+    vec scales[LANES];
+} Rows16;
+
+/* The scales of the chunk that begins with column `start`. */
+INLINE const vec *scales_from(const Matrix *m, Rows16 *of, int64_t start, const int kind) {
+    if (kind == Q8_0 || kind == Q4_0) {
+        const int64_t size = kind == Q8_0 ? 34 : 18, run = start / Q_RUN, left = m->columns / Q_RUN - run;
+        uint16_t scales[CHUNK / Q_RUN][TALL] = {};
+        for (int r = 0; r < TALL; r++)
+            for (int64_t i = 0; i < CHUNK / Q_RUN && i < left; i++)
+                memcpy(&scales[i][r], of->codes[r] + (run + i) * size, 2);
+        for (int i = 0; i < CHUNK / Q_RUN; i++) of->scales[i] = load_all(scales[i], F16);
+        return of->scales;
+    }
+    const int64_t first = of->groups == 1 ? 0 : start / m->wide;
+    if (first >= of->known + LANES) scales_of_rows(m, of->rows, of->known = first, of->scales);
+    return of->scales + (first - of->known);
+}
+
+INLINE void dots_of_many(const Matrix *m, int64_t row, int64_t count, const void *const *x, int64_t tokens,
+                             float *out, int64_t stride, const int kind) {
     const int64_t bytes = row_bytes(m), columns = m->columns, group = group_of(m);
-    const int64_t groups = m->scales ? (columns + m->wide - 1) / m->wide : 1;
-    const int between = m->kind == Q8_0 || m->kind == Q4_0;
-    const char *codes[TALL], *next = m->codes + (row + TALL) * bytes;
+    const int64_t size = quads_of(m);
     const Fixed *fixed[MOST_TOKENS];
-    int64_t rows[TALL];
+    vec sums[MOST_TOKENS] = {};
+    Rows16 of = {.groups = groups_of(m), .known = -LANES};
     for (int r = 0; r < TALL; r++) { /* the last row for those that are missing */
-        rows[r] = row + (r < count ? r : count - 1);
-        codes[r] = m->codes + rows[r] * bytes;
+        of.rows[r] = row + (r < count ? r : count - 1);
+        of.codes[r] = m->codes + of.rows[r] * bytes;
     }
     for (int64_t t = 0; t < tokens; t++) fixed[t] = (const Fixed *)((const char *)x[t] + FIXED_HEAD);
-    vec sums[MOST_TOKENS] = {}, scales[LANES];
-    int64_t known = -LANES; /* the first of the groups whose scales are at hand */
-    Tile tile;
-    for (int64_t start = 0; start < columns; start += CHUNK) {
-        const int64_t first = groups == 1 ? 0 : start / m->wide;
-        const int64_t some = columns - start < CHUNK ? (columns - start + group - 1) / group : CHUNK / group;
-        if (!between && first >= known + LANES) scales_of_rows(m, rows, known = first, scales);
-        /* The next rows, in the order of their addresses. */
-        const int64_t from = start * bytes / columns * TALL, size = CHUNK * bytes / columns * TALL;
-        for (int64_t at = 0; at < size; at += 64) _mm_prefetch(next + from + at, _MM_HINT_T1);
-        take_any(m, codes, start, &tile);
-        multiply_any(&tile, fixed, tokens, some, (group + 3) / 4, between ? tile.scales : scales + (first - known), sums);
+    const char *next = m->codes + (row + TALL) * bytes; /* is asked for in the order of the addresses */
+    const int64_t ahead = CHUNK * bytes / columns * TALL;
+    for (int64_t start = 0; start < columns; start += CHUNK, next += ahead) {
+        const int64_t groups = columns - start < CHUNK ? (columns - start + group - 1) / group : CHUNK / group;
+        Tile tile;
+        for (int64_t at = 0; at < ahead; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
+        take(m, of.codes, start, &tile, kind);
+        const vec *scales = scales_from(m, &of, start, kind);
+        multiply_any(&tile, fixed, tokens, groups, size, packed(kind) ? 2 : 1, scales, sums);
         for (int64_t t = 0; t < tokens; t++) fixed[t]++;
     }
     for (int64_t t = 0; t < tokens; t++) store_all(sums[t] * ((const Head *)x[t])->step, out + t * stride, F32);
+}
+
+/* R rows with T tokens, few of both. */
+INLINE void dots_of_few(const Matrix *m, int64_t row, const void *const *x, float *out, int64_t stride, const int R,
+                        const int T, const int kind) {
+    const int between = kind == Q8_0 || kind == Q4_0;
+    const int64_t bytes = row_bytes(m), columns = m->columns, size = quads_of(m), groups = between ? 0 : groups_of(m);
+    const int64_t chunk = CHUNK / (packed(kind) ? 2 : 1); /* bytes of codes; blocks with scales are a little longer */
+    const int together = packed(kind) || size > QUADS;    /* whether both halves have the same scales */
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const int one = size >= QUADS || groups == 1; /* all lanes have the same scale; else groups are a power of two */
+    const __m512i index = _mm512_srlv_epi32(lane, _mm512_set1_epi32(one ? 31 : __builtin_ctzll((uint64_t)size)));
+    const char *codes = m->codes + row * bytes, *ahead = codes + (R * bytes > AHEAD ? R * bytes : AHEAD);
+    vec sums[FEW * FEW] = {}, scales[FEW] = {};
+    int64_t known = -LANES;
+    for (int64_t start = 0, c = 0; start < columns; start += CHUNK, c++) {
+        const int64_t first = groups == 1 ? 0 : start / (between ? Q_RUN : m->wide);
+        if (between) {
+            for (int r = 0; r < R; r++) {
+                half of = {};
+                for (int64_t i = 0; i < CHUNK / Q_RUN; i++) {
+                    uint16_t scale = 0;
+                    if (first + i < columns / Q_RUN)
+                        memcpy(&scale, codes + r * bytes + (first + i) * (kind == Q8_0 ? 34 : 18), 2);
+                    of[i] = scale;
+                }
+                scales[r] = from_f16(of);
+            }
+            known = first;
+        } else if (first >= known + LANES) {
+            known = first;
+            for (int r = 0; r < R; r++) scales[r] = scales_at(m, row + r, first) * (kind == E2M1 ? 0.5f : 1.0f);
+        }
+        const __m512i which = _mm512_add_epi32(index, _mm512_set1_epi32((int)(first - known)));
+        __m512i high[FEW * FEW] = {}, low[FEW * FEW] = {}, some[FEW];
+        for (int half = 0; half < 2; half++) {
+            const __m512i here = half && !together ? _mm512_add_epi32(which, _mm512_set1_epi32(QUADS / (int)size)) : which;
+            for (int r = 0; r < R; r++)
+                if (half == 0 || !packed(kind)) {
+                    some[r] = bytes_of(m, codes + r * bytes, start, half, kind);
+                    _mm_prefetch(ahead + R * (c * chunk + 64 * half) + 64 * r, _MM_HINT_T0);
+                }
+            for (int t = 0; t < T; t++) {
+                const Fixed *q = (const Fixed *)((const char *)x[t] + FIXED_HEAD) + c;
+                const __m512i above = _mm512_loadu_si512(q->high + 64 * half), below = _mm512_loadu_si512(q->low + 64 * half);
+                for (int r = 0; r < R; r++) {
+                    const int at = r * T + t, fresh = half == 0 || !together;
+                    const __m512i code = codes_of(some[r], half, kind);
+                    const __m512i less = _mm512_loadu_si512(q->less + QUADS * half);
+                    high[at] = _mm512_dpbusd_epi32(fresh ? _mm512_setzero_si512() : high[at], code, above);
+                    low[at] = _mm512_dpbusd_epi32(fresh ? less : low[at], code, below);
+                    if (half || !together) {
+                        const __m512i all = _mm512_add_epi32(low[at], _mm512_slli_epi32(high[at], 8));
+                        sums[at] += _mm512_permutexvar_ps(here, scales[r]) * (vec)_mm512_cvtepi32_ps(all);
+                    }
+                }
+            }
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) out[t * stride + r] = sum(sums[r * T + t]) * ((const Head *)x[t])->step;
+}
+
+INLINE void dots_of_codes(const Matrix *m, int64_t row, int64_t count, const void *const *x, int64_t tokens,
+                          float *out, int64_t stride, const int kind) {
+    if (tokens > FEW) {
+        dots_of_many(m, row, count, x, tokens, out, stride, kind);
+    } else if (tokens == 1) { /* waits for memory, which likes one stream */
+        for (int64_t r = 0; r < count; r++) dots_of_few(m, row + r, x, out + r, stride, 1, 1, kind);
+    } else {
+        int64_t r = 0;
+        for (; r + 2 <= count; r += 2) dots_of_few(m, row + r, x, out + r, stride, 2, 2, kind);
+        if (r < count) dots_of_few(m, row + r, x, out + r, stride, 1, 2, kind);
+    }
 }
 
 /* R rows with T tokens; lanes are columns here, for 8-bit floats need more room than codes as they are. */
@@ -369,10 +448,17 @@ static void dots_of_floats_any(const Matrix *m, int64_t row, int64_t count, cons
 
 void dots(const Matrix *m, int64_t row, int64_t count, const void *const *x, int64_t tokens, float *out,
           int64_t stride) {
-    if (m->kind == E4M3)
-        dots_of_floats_any(m, row, count, x, tokens, out, stride);
-    else
-        dots_of_integers(m, row, count, x, tokens, out, stride);
+    switch (m->kind) {
+        case E4M3: dots_of_floats_any(m, row, count, x, tokens, out, stride); break;
+#define CASE(kind) \
+    case kind: dots_of_codes(m, row, count, x, tokens, out, stride, kind); break
+        CASE(INT8);
+        CASE(E2M1);
+        CASE(INT4);
+        CASE(Q8_0);
+        CASE(Q4_0);
+#undef CASE
+    }
 }
 
 #else

@@ -13,32 +13,12 @@ int64_t row_bytes(const Matrix *m) {
     }
 }
 
-static int64_t scales_of_a_row(const Matrix *m) { return (m->columns + m->wide - 1) / m->wide; }
-
-static int64_t scale_size(const Matrix *m) { return m->scale_type >= SCALE_E4M3 ? 1 : size_of(m->scale_type); }
-
 Matrix member(const Matrix *stack, int64_t e) {
     Matrix m = *stack;
     m.codes += e * m.rows * row_bytes(&m);
     if (m.scales) m.scales += e * ((m.rows + m.tall - 1) / m.tall) * scales_of_a_row(&m) * scale_size(&m);
     if (m.whole) m.whole += e;
     return m;
-}
-
-vec scales_at(const Matrix *m, int64_t row, int64_t group) {
-    const int64_t count = m->scales ? scales_of_a_row(m) : 1, left = count - group;
-    const char *at = m->scales + (m->scales ? (row / m->tall * count + group) * scale_size(m) : 0);
-    vec s = splat(1.0f);
-    if (m->scales) {
-        if (m->scale_type == SCALE_E4M3)
-            s = from_e4m3(bytes_at(at, left));
-        else if (m->scale_type == SCALE_E8M0) { /* 0 stands for 2^-127, which is subnormal */
-            uvec e = (uvec)widened(bytes_at(at, left)) & 0xff;
-            s = pick((ivec)(e == 0), splat(0x1p-127f), (vec)(e << 23));
-        } else
-            s = load(at, 0, left, (int)m->scale_type);
-    }
-    return m->whole ? s * *m->whole : s;
 }
 
 static const float E2M1_VALUES[16] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6};

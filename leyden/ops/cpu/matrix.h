@@ -41,9 +41,6 @@ int64_t row_bytes(const Matrix *m);
 /* Row `row` as `type`. */
 void unpack(const Matrix *m, int64_t row, void *out, int type);
 
-/* The scales of a row from `group` on, as many as there are lanes, times that of the whole. */
-vec scales_at(const Matrix *m, int64_t row, int64_t group);
-
 /* Products with codes as they are need rows of x in another form: `ready_bytes` for a row; 0: there is no such way.
 
 For integer codes that is fixed point: x = step * q with 16 bits for q, split into bytes so that the machine's products
@@ -90,6 +87,27 @@ INLINE vec from_e4m3(bytes b) {
     half bits = (half)__builtin_convertvector(b, signed_half);
 #endif
     return from_f16((bits << 7) & 0xbfff) * 256.0f; /* the sign is in all the upper bits: one of them goes */
+}
+
+INLINE int64_t scales_of_a_row(const Matrix *m) { return (m->columns + m->wide - 1) / m->wide; }
+
+INLINE int64_t scale_size(const Matrix *m) { return m->scale_type >= SCALE_E4M3 ? 1 : size_of(m->scale_type); }
+
+/* The scales of a row from `group` on, as many as there are lanes, times that of the whole. */
+INLINE vec scales_at(const Matrix *m, int64_t row, int64_t group) {
+    const int64_t count = m->scales ? scales_of_a_row(m) : 1, left = count - group;
+    const char *at = m->scales + (m->scales ? (row / m->tall * count + group) * scale_size(m) : 0);
+    vec s = splat(1.0f);
+    if (m->scales) {
+        if (m->scale_type == SCALE_E4M3)
+            s = from_e4m3(bytes_at(at, left));
+        else if (m->scale_type == SCALE_E8M0) { /* 0 stands for 2^-127, which is subnormal */
+            uvec e = (uvec)widened(bytes_at(at, left)) & 0xff;
+            s = pick((ivec)(e == 0), splat(0x1p-127f), (vec)(e << 23));
+        } else
+            s = load(at, 0, left, (int)m->scale_type);
+    }
+    return m->whole ? s * *m->whole : s;
 }
 
 #endif
