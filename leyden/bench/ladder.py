@@ -186,14 +186,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--prefill", default="512,2048", help="tokens of prompts to be read (default 512,2048)")
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement; medians count (default 3)")
     parser.add_argument("--threads", type=int, help="default: as torch chooses, which OMP_NUM_THREADS changes")
+    parser.add_argument("--cpu-affinity", metavar="LIST", help="processors to keep to, such as 0-3,8")
     parser.add_argument("--reference", action="store_true", help="run the reference ops instead of the kernels")
     parser.add_argument("--processor-time", action="store_true", help="count seconds of processors, not of the clock")
     parser.add_argument("--since", type=float, help=argparse.SUPPRESS)  # when the process was started, time.time()
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     given = parser.parse_args(argv)
     batches, contexts, prefill = (_numbers(given, name) for name in ("batches", "contexts", "prefill"))
-    if given.threads:
-        torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as made, ops.using("reference") if given.reference else nullcontext():
         sizes = middling.RELEASE if given.release else {}
         folder = resolve(given.model) if given.model else middling.describe(Path(made), **sizes)
@@ -207,6 +206,8 @@ def main(argv: Sequence[str]) -> int:
             SamplingParams(temperature=1.0, top_p=0.95) if given.sample else None,
             time.process_time if given.processor_time else time.perf_counter,
             mamba_ssm_cache_dtype=given.mamba_ssm_cache_dtype,
+            threads=given.threads,
+            cpu_affinity=given.cpu_affinity,
         )
         load_s = ladder.loaded - given.since if given.since else ladder.load_s
         cells = [ladder.decode(batch, context, given.repeats) for context in contexts for batch in batches]

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
+from leyden.config import cores
 from leyden.errors import ConfigError
 
 _STEPS = 24  # of decoding in one measurement, as in leyden.bench.ladder
@@ -211,6 +212,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--contexts", default="128,2048", help="tokens before decoding (default 128,2048)")
     parser.add_argument("--prefill", default="512,2048", help="tokens of prompts (default 512,2048)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every engine (default: all)")
+    parser.add_argument("--cpu-affinity", metavar="LIST", help="processors for every engine, such as 0-3,8")
     parser.add_argument("--repeats", type=int, default=3, help="turns of every engine (default 3)")
     parser.add_argument("--processor-time", action="store_true", help="count seconds of processors, not of the clock")
     parser.add_argument(
@@ -231,6 +233,8 @@ def main(argv: Sequence[str]) -> int:
         engines["llama.cpp"] = _llama_processor_time if given.processor_time else _llama
     if not given.no_transformers and importlib.util.find_spec("transformers"):
         engines["transformers"] = _transformers
+    if given.cpu_affinity:
+        cores.confine(cores.parse(given.cpu_affinity))  # and so its children
     turns: dict[str, list[Figures]] = defaultdict(list)
     others = Others()
     for turn in range(given.repeats):
