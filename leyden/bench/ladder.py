@@ -120,7 +120,7 @@ class Ladder:
         self._count = 0
         self._random = torch.Generator().manual_seed(0)
         self.generate(1, 16)
-        self.load_s, self.loaded = time.monotonic() - started, time.time()
+        self.load_s, self.loaded = self._first_at - started, time.time() - (time.monotonic() - self._first_at)
         self.probe: Any = None
         if device == "cuda":
             self.probe = DeviceProbe()
@@ -141,7 +141,7 @@ class Ladder:
         waiting, started = {str(self._count - i) for i in range(batch)}, self._clock()
         while waiting:
             waiting -= {delta.request_id for delta in self.engine.step() if delta.token_ids}
-        first, seconds = self._clock() - started, []
+        first, seconds, self._first_at = self._clock() - started, [], time.monotonic()
         for _ in range(self._warm if steps > 1 else 0):
             self.engine.step()
         for _ in range(steps if steps > 1 else 0):
