@@ -3,6 +3,9 @@
 The floor of a decode step is what it must read, weights and states, at the speed at which memory delivers just then:
 that is probed around every measurement, for on shared machines it moves by a factor. Without a model, random weights in
 the proportions of a release are measured (leyden.bench.middling), about 1.6 billion of them, or all 30 billion.
+
+With drafts tokens per second depend on how many of them are kept. Random weights keep none: --synthetic-acceptance says
+how many count as kept, and the step is real.
 """
 
 import argparse
@@ -23,6 +26,7 @@ from leyden import ops
 from leyden.bench import middling
 from leyden.config.engine import EngineConfig
 from leyden.config.folder import resolve
+from leyden.config.model import ModelConfig
 from leyden.engine.engine import Engine
 from leyden.errors import ConfigError
 from leyden.model.nemotron import Nemotron
@@ -32,6 +36,11 @@ from leyden.types import Request, SamplingParams
 # Steps of decoding in one measurement, and before it: on CUDA the first ones capture graphs.
 _STEPS = {"cpu": 24, "cuda": 100}
 _WARM = {"cpu": 0, "cuda": 20}
+_DRAFTS = (
+    'as of leyden serve, such as {"method": "mtp", "num_speculative_tokens": 3}; without a model in it dflash and '
+    "dspark have random weights in the size of a release"
+)
+_KEPT = "tokens of a sequence per step by decree, its drafts among them, such as 2.9 (with --speculative-config)"
 
 
 @dataclass(slots=True)
@@ -41,8 +50,9 @@ class Cell:
     batch: int
     context: int
     tokens_per_s: float
-    floor_share: float | None  # None: the floor of this device is not known here
+    floor_share: float | None  # None: the floor of this device, or of steps with drafts, is not known here
     bandwidth: float | None  # bytes/s
+    tokens_per_step: float  # of one sequence
 
 
 def floor_bytes(model: Nemotron, engine: Engine, batch: int, context: int) -> float:
@@ -101,6 +111,8 @@ class Ladder:
     ):
         """`settings` are further fields of EngineConfig."""
         self._clock = clock
+        drafts = settings.get("speculative_config") or {}
+        self._each = 1 + int(drafts.get("num_speculative_tokens", 7 if drafts else 0))  # most tokens of a step
         started = time.monotonic()
         self._steps, self._warm = _STEPS[device], _WARM[device]
         self._params = params or SamplingParams(temperature=0)
@@ -110,10 +122,11 @@ class Ladder:
                 load_format=load_format,
                 quantization=quantization,
                 max_num_seqs=max(batches),
-                max_model_len=most + self._steps + self._warm + 16,
-                kv_cache_memory_bytes=4 * 2**30 if device == "cpu" else None,
+                max_model_len=most + (self._steps + self._warm + 16) * self._each,
                 device=device,
-                **{"enable_prefix_caching": False} | settings,  # or a prompt would stop where its state is kept
+                # with a cache of prefixes a prompt would stop where its state is kept
+                **{"enable_prefix_caching": False, "kv_cache_memory_bytes": 4 * 2**30 if device == "cpu" else None}
+                | settings,
             )
         )
         self.model = self.engine.runner.model
@@ -129,16 +142,17 @@ class Ladder:
 
             self.probe = Probe()
 
-    def generate(self, batch: int, context: int, steps: int = 1) -> tuple[float, list[float]]:
-        """(seconds until every sequence has its first token, seconds of each decode step after that)"""
+    def generate(self, batch: int, context: int, steps: int = 1) -> tuple[float, list[float], int]:
+        """(seconds until every sequence has its first token, seconds of each decode step after that, their tokens)"""
         vocabulary = self.model.config.vocab_size
         prompts = torch.randint(0, vocabulary, (batch, context), generator=self._random).tolist()
         for prompt in prompts:
             self._count += 1
-            most = steps + self._warm + 8
+            most = (steps + self._warm + 8) * self._each
             params = replace(self._params, max_tokens=most, ignore_eos=True, seed=self._count)
             self.engine.submit(Request(id=str(self._count), prompt=prompt, params=params))
-        waiting, started = {str(self._count - i) for i in range(batch)}, self._clock()
+        names = {str(self._count - i) for i in range(batch)}
+        waiting, tokens, started = set(names), 0, self._clock()
         while waiting:
             waiting -= {delta.request_id for delta in self.engine.step() if delta.token_ids}
         first, seconds, self._first_at = self._clock() - started, [], time.monotonic()
@@ -146,26 +160,29 @@ class Ladder:
             self.engine.step()
         for _ in range(steps if steps > 1 else 0):
             began = self._clock()
-            self.engine.step()
+            deltas = self.engine.step()
             seconds.append(self._clock() - began)
+            tokens += sum(len(delta.token_ids) for delta in deltas)
+        for name in names:
+            self.engine.abort(name)
         while self.engine.busy:
             self.engine.step()
-        return first, seconds
+        return first, seconds, tokens
 
     def decode(self, batch: int, context: int, repeats: int) -> Cell:
-        rates, shares, speeds = [], [], []
+        rates, shares, speeds, kept = [], [], [], []
         floor = floor_bytes(self.model, self.engine, batch, context)
         for _ in range(repeats):
             before = self.probe.bandwidth() if self.probe else None
-            _, seconds = self.generate(batch, context, self._steps)
+            _, seconds, tokens = self.generate(batch, context, self._steps)
             step = median(seconds)
-            rates.append(batch / step)
-            if self.probe and before:
-                speed = (before + self.probe.bandwidth()) / 2
-                speeds.append(speed)
-                shares.append(floor / speed / step)
-        middle = (median(shares), median(speeds)) if shares else (None, None)
-        return Cell(batch, context, median(rates), *middle)
+            kept.append(tokens / batch / len(seconds))
+            rates.append(batch * kept[-1] / step)
+            if self.probe and before and self._each == 1:
+                speeds.append((before + self.probe.bandwidth()) / 2)
+                shares.append(floor / speeds[-1] / step)
+        share, speed = (median(shares), median(speeds)) if shares else (None, None)
+        return Cell(batch, context, median(rates), share, speed, median(kept))
 
     def prefill(self, tokens: int, repeats: int) -> float:
         """Tokens of a prompt read per second, its first token sampled."""
@@ -177,10 +194,15 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("leyden bench ladder", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("model", nargs="?", help="folder of a checkpoint (default: random weights, 1.6 billion)")
     parser.add_argument("--release", action="store_true", help="random weights of a release's size, 30 billion")
+    parser.add_argument(
+        "--layout", choices=["bf16", "nvfp4"], default="bf16", help="formats of random weights, as released"
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to measure")
     parser.add_argument("--sample", action="store_true", help="draw with temperature 1 and top_p 0.95")
     parser.add_argument("--mamba-ssm-cache-dtype", default="auto", help="float32, float16 or bfloat16")
     parser.add_argument("--quantization", help="int8, int4, nvfp4 or fp8: quantise while loading")
+    parser.add_argument("--speculative-config", metavar="JSON", default="{}", help=_DRAFTS)
+    parser.add_argument("--synthetic-acceptance", type=float, metavar="LENGTH", help=_KEPT)
     parser.add_argument("--batches", default="1,8", help="sequences side by side (default 1,8)")
     parser.add_argument("--contexts", default="128,2048", help="tokens before the measurement (default 128,2048)")
     parser.add_argument("--prefill", default="512,2048", help="tokens of prompts to be read (default 512,2048)")
@@ -194,8 +216,14 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     batches, contexts, prefill = (_numbers(given, name) for name in ("batches", "contexts", "prefill"))
     with tempfile.TemporaryDirectory() as made, ops.using("reference") if given.reference else nullcontext():
+        drafts = _drafts(given)
         sizes = middling.RELEASE if given.release else {}
-        folder = resolve(given.model) if given.model else middling.describe(Path(made), **sizes)
+        if drafts.get("method") == "mtp":
+            sizes = sizes | {"num_nextn_predict_layers": 1}
+        folder = resolve(given.model) if given.model else middling.describe(Path(made), given.layout, **sizes)
+        if drafts.get("method") in ("dflash", "dspark") and "model" not in drafts:
+            target = ModelConfig.from_folder(folder)
+            drafts["model"] = str(middling.drafter(Path(made) / "drafter", target, drafts["method"], 0, given.device))
         ladder = Ladder(
             folder,
             given.quantization,
@@ -208,6 +236,7 @@ def main(argv: Sequence[str]) -> int:
             mamba_ssm_cache_dtype=given.mamba_ssm_cache_dtype,
             threads=given.threads,
             cpu_affinity=given.cpu_affinity,
+            speculative_config=drafts,
         )
         load_s = ladder.loaded - given.since if given.since else ladder.load_s
         cells = [ladder.decode(batch, context, given.repeats) for context in contexts for batch in batches]
@@ -220,15 +249,32 @@ def main(argv: Sequence[str]) -> int:
         found = {"decode": [asdict(cell) for cell in cells], "prefill": reading}
         print(json.dumps(found | {"peak": peak, "probe": probe, "load": load_s}))
         return 0
-    print(f"{'batch':>6} {'context':>8} {'tokens/s':>9} {'of the floor':>13} {'GB/s then':>10}")
+    if drafts:
+        print(f"drafts: {ladder.engine.describe()['drafting']}")
+    print(f"{'batch':>6} {'context':>8} {'tokens/s':>9} {'a step':>7} {'of the floor':>13} {'GB/s then':>10}")
     for cell in cells:
         share = "" if cell.floor_share is None else f"{cell.floor_share:.0%}"
         speed = "" if cell.bandwidth is None else f"{cell.bandwidth / 1e9:.1f}"
-        print(f"{cell.batch:>6} {cell.context:>8} {cell.tokens_per_s:>9.1f} {share:>13} {speed:>10}")
+        kept = f"{cell.tokens_per_step:.2f}"
+        print(f"{cell.batch:>6} {cell.context:>8} {cell.tokens_per_s:>9.1f} {kept:>7} {share:>13} {speed:>10}")
     for tokens, rate in reading.items():
         print(f"prompt of {tokens}: {rate:.0f} tokens/s")
     print(f"loaded in {load_s:.1f} s, {(peak - probe) / 2**30:.2f} GiB at most")
     return 0
+
+
+def _drafts(given: argparse.Namespace) -> dict[str, Any]:
+    """What the engine is told about drafts."""
+    try:
+        drafts = json.loads(given.speculative_config)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--speculative-config: expected a JSON object, got {error}") from None
+    if given.synthetic_acceptance is None:
+        return dict(drafts)
+    if not drafts:
+        raise ConfigError("--synthetic-acceptance needs --speculative-config: which drafter, and how many drafts")
+    decree = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": given.synthetic_acceptance}
+    return dict(drafts) | decree
 
 
 def _numbers(given: argparse.Namespace, name: str) -> list[int]:

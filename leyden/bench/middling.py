@@ -10,8 +10,14 @@ from typing import Any
 
 import torch
 
+from leyden.config.drafter import DrafterConfig
 from leyden.config.model import ModelConfig
-from leyden.model.checkpoint import build, dummy, save
+from leyden.formats import Dense, Format, scheme
+from leyden.formats.fp8 import FP8
+from leyden.formats.nvfp4 import NVFP4
+from leyden.model import draft_checkpoint
+from leyden.model.checkpoint import build, dummy, each, matrices, save
+from leyden.model.drafters import DrafterNetwork
 
 CONFIG: dict[str, Any] = {
     "model_type": "nemotron_h",
@@ -50,11 +56,25 @@ RELEASE: dict[str, Any] = {
 }
 
 
-def describe(folder: Path, **overrides: Any) -> Path:
-    """Write config.json alone: what a start with dummy weights needs."""
+def describe(folder: Path, layout: str = "bf16", **overrides: Any) -> Path:
+    """Write config.json alone: what a start with dummy weights needs. layout: bf16, or nvfp4 as mixed() has it."""
+    keys = CONFIG | overrides
+    if layout == "nvfp4":
+        keys["quantization_config"] = mixed(ModelConfig.from_dict(keys, {}))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | overrides, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
     return folder
+
+
+def mixed(config: ModelConfig) -> dict[str, Any] | None:
+    """The quantization_config of the NVFP4 releases: experts, shared experts and head NVFP4, Mamba projections FP8."""
+    formats: dict[str, Format] = {}
+    for name, weight in matrices(build(config, torch.bfloat16, "meta")):
+        format: Format = FP8() if name.endswith(("in_proj", "out_proj")) else Dense()
+        if "experts." in name or name == "lm_head":
+            format = NVFP4()
+        formats |= dict.fromkeys(each(name, weight), format)
+    return scheme.describe(formats)
 
 
 def write(folder: Path, seed: int = 0, **overrides: Any) -> ModelConfig:
@@ -65,3 +85,43 @@ def write(folder: Path, seed: int = 0, **overrides: Any) -> ModelConfig:
     dummy(model, seed)
     save(model, folder)
     return config
+
+
+def drafter(folder: Path, target: ModelConfig, method: str, seed: int = 0, device: str = "cpu") -> Path:
+    """Write a random drafter, dflash or dspark, with the target's embeddings."""
+    network = DrafterNetwork(DrafterConfig.from_dict(drafter_keys(target, method)), torch.bfloat16, device)
+    del network.embed_tokens
+    random = torch.Generator(device).manual_seed(seed)
+    for name, parameter in network.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.fill_(1)
+        else:
+            parameter.data.uniform_(-0.035, 0.035, generator=random)
+    draft_checkpoint.save(network, folder)
+    return folder
+
+
+def drafter_keys(target: ModelConfig, method: str) -> dict[str, Any]:
+    """The config.json of a drafter, dflash or dspark, in the proportions of the releases: six layers that see six of
+    the target's, attention as wide as the target's, MLPs 16/7 of its hidden size."""
+    layers, hidden = target.num_hidden_layers, target.hidden_size
+    dspark = method == "dspark"
+    return {
+        "architectures": ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"],
+        "vocab_size": target.vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 16 // 7 // 32 * 32,
+        "num_hidden_layers": 6,
+        "num_attention_heads": target.num_attention_heads,
+        "num_key_value_heads": target.num_key_value_heads,
+        "head_dim": target.head_dim,
+        "mask_token_id": target.vocab_size - 1,
+        "target_layer_ids": sorted({layers * i // 6 + layers // 12 for i in range(6)}),
+        "layer_types": ["sliding_attention" if dspark else "full_attention"] * 6,
+        "sliding_window": 1024 if dspark else None,
+        "rope_theta": 1e4,
+        "block_size": 8,
+        "attention_sink_bias": dspark,
+        "dflash_config": {"causal": dspark},
+        "markov_rank": 512 if dspark else 0,
+    }

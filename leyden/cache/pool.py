@@ -41,7 +41,7 @@ class PoolShape:
     conv_dtype: torch.dtype
     ssm_dtype: torch.dtype
     draft: DraftShape = NO_DRAFTER
-    dither: bool = False  # decode steps round an fp16 state at random, not to nearest
+    rounds: int = 0  # of the random bits by which decode steps round an fp16 state; 0: to nearest
 
     @property
     def pages_per_slot(self) -> int:

@@ -8,6 +8,7 @@ from leyden.errors import ConfigError
 # what -> (module with main(argv) -> exit code, what it measures)
 BENCHES = {
     "ladder": ("leyden.bench.ladder", "how fast the engine decodes and reads, and how far from the floor"),
+    "kernels": ("leyden.bench.kernels", "how fast each op runs, and how far from what the device allows"),
     "peers": ("leyden.bench.peers", "the same weights through transformers and llama.cpp"),
     "api": ("leyden.bench.api", "what the HTTP server costs per request and per token"),
     "evals": ("leyden.bench.evals", "how often a served model is right, on held-out examples"),

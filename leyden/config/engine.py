@@ -50,6 +50,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
     enable_mamba_cache_stochastic_rounding: bool = False  # of fp16 states, where decode steps store them
+    mamba_cache_philox_rounds: int = 0  # of its random bits; 0: 10
     enable_prefix_caching: bool | None = None
     kv_offloading_size: float | None = None  # GiB of host memory for what leaves the device's cache
     cache_dir: str | None = None  # folder in which the cache outlives the process
@@ -82,10 +83,17 @@ class EngineConfig:
             raise ConfigError(
                 f"--enable-mamba-cache-stochastic-rounding needs --mamba-ssm-cache-dtype float16: {found}"
             )
+        if self.mamba_cache_philox_rounds < 0:
+            raise ConfigError(f"--mamba-cache-philox-rounds must not be negative, got {self.mamba_cache_philox_rounds}")
         if any(not isinstance(size, int) or size < 1 for size in self.cudagraph_capture_sizes):
             sizes = list(self.cudagraph_capture_sizes)
             raise ConfigError(f"--cudagraph-capture-sizes: expected whole numbers from 1 on, got {sizes}")
         _ = self.speculative
+
+    @property
+    def state_rounds(self) -> int:
+        """Rounds of the random bits by which states are rounded where decode steps store them; 0: to nearest."""
+        return (self.mamba_cache_philox_rounds or 10) if self.enable_mamba_cache_stochastic_rounding else 0
 
     @property
     def capture_sizes(self) -> tuple[int, ...]:

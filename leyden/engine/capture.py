@@ -1,7 +1,9 @@
 """Decode steps on CUDA: each is one graph, captured when a number of rows first comes up."""
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ class CapturedGraphs(Graphs):
         self._sizes = [size for size in sizes if size <= len(self._slots)]
         self._records = bool(self._sizes)
         del self._pages  # these graphs read the pool's own tables
-        self._captured: dict[tuple[str, int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
+        self._captured: dict[tuple[str, int, int], tuple[Captured, Tensor | None]] = {}
         self._memory = torch.cuda.graph_pool_handle()
         self._size = self._width = 0  # rows and pages of the next graph
 
@@ -50,7 +52,7 @@ class CapturedGraphs(Graphs):
             at, tokens = upload(known, device).unbind(-1)
             self._sampler.last[at] = tokens
         used = max(row.start for row in rows) // self._pool.shape.page + 1
-        self._width = min(self._pool.shape.pages_per_slot, _PAGES[bisect_left(_PAGES, used)])
+        self._width = widest(self._pool, used)
         return self._slots[:count]
 
     def logits(self, count: int) -> tuple[Tensor, Tensor] | None:
@@ -69,27 +71,50 @@ class CapturedGraphs(Graphs):
     def _run(self, what: str, count: int, step: Callable[[], Tensor]) -> Tensor:
         key = what, count, self._width
         if key not in self._captured:
-            self._captured[key] = *self._capture(count, step), self._positions.get(count)
+            with padded(self._slots[:count], self._sampler.last[:1]):
+                made = Captured(step, self._memory)
+            self._captured[key] = made, self._positions.get(count)
             logger.debug("captured %s of %d rows with %d pages", *key)
-        graph, out, positions = self._captured[key]
+        made, positions = self._captured[key]
         if positions is not None:
             self._positions[count] = positions
-        graph.replay()
-        return out
+        made()
+        return made.out
 
-    def _capture(self, count: int, step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        slots, last = self._slots[:count].clone(), self._sampler.last[0].clone()
-        self._slots[:count] = 0
+
+class Captured:
+    """A step as a CUDA graph, in the memory of others; `out` is what it returned, filled by every call."""
+
+    def __init__(self, step: Callable[[], Tensor], memory: Any):
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
             step()
         main.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            out = step()
-        self._slots[:count], self._sampler.last[0] = slots, last
-        return graph, out
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=memory):
+            self.out = step()
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
+@contextmanager
+def padded(*tensors: Tensor) -> Iterator[None]:
+    """Zeros in the tensors within the block: slots are the padding slot, so that a trial moves no sequence's state."""
+    kept = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    try:
+        yield
+    finally:
+        for tensor, before in zip(tensors, kept, strict=True):
+            tensor.copy_(before)
+
+
+def widest(pool: Pool, used: int) -> int:
+    """Length of the page tables of a graph for rows of up to `used` pages: one of a few."""
+    return min(pool.shape.pages_per_slot, next((pages for pages in _PAGES if pages >= used), used))
 
 
 def graphs(model: Nemotron, pool: Pool, sampler: Sampler, sizes: tuple[int, ...]) -> Graphs:

@@ -5,7 +5,7 @@ A drafter that fails costs its drafts and nothing else: the next step has none, 
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -15,7 +15,7 @@ from leyden import log, ops
 from leyden.cache.pool import Pool
 from leyden.engine.batch import Batch
 from leyden.engine.sampler import Drawn, Sampler
-from leyden.engine.transfer import upload
+from leyden.engine.transfer import Readback, upload
 from leyden.model.nemotron import Nemotron
 from leyden.spec.drafter import Draft, Drafter, Heads, Seen
 from leyden.types import Plan, Row
@@ -29,10 +29,15 @@ class Drafted:
 
     tokens: Tensor  # int64 [S, width], -1 where there is nothing
     confidence: Tensor | None  # fp32 [S, count]: how likely each is kept if those before it are
+    _copies: list[Readback] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._copies = [Readback(tensor) for tensor in (self.tokens, self.confidence) if tensor is not None]
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
         """Waits for the device."""
-        return self.tokens.tolist(), [] if self.confidence is None else self.confidence.tolist()
+        tokens, *confidence = (copy.tolist() for copy in self._copies)
+        return tokens, confidence[0] if confidence else []
 
 
 class Drafting:
@@ -43,6 +48,7 @@ class Drafting:
         self._vocab_size = model.config.vocab_size
         self._pool, self._sampler, self._coupled = pool, sampler, coupled
         self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
+        self.steady = all(drafter.steady for drafter in drafters)
         self.failures = 0
         self.seconds = 0.0
 
@@ -55,8 +61,9 @@ class Drafting:
         slots = batch.slots[batch.sampling]
         return self.guarded(slots, lambda: self._after(plan, seen, batch, slots, drawn))
 
-    def guarded(self, slots: Tensor, drafted: Callable[[], Draft | None]) -> Drafted:
-        """Drafts for the rows that sampled, in `slots` int64 [S], if drafted() brings any."""
+    def guarded(self, slots: Tensor, drafted: Callable[[], Draft | None], rows: int | None = None) -> Drafted:
+        """Drafts for the rows that sampled, in `slots` int64 [S], if drafted() brings any; of those, the first `rows`
+        are of interest."""
         started = time.perf_counter()
         drafts = self._sampler.drafts.new_full((len(slots), self._sampler.drafts.shape[1]), -1)
         confidence = None
@@ -65,6 +72,8 @@ class Drafting:
                 known = (draft.tokens >= 0) & (draft.tokens < self._vocab_size)
                 drafts[:, : draft.tokens.shape[1]] = torch.where(known, draft.tokens, -1)
                 confidence = None if draft.confidence is None else draft.confidence.sigmoid()
+                if draft.settle is not None:
+                    draft.settle()
         except torch.AcceleratorError:
             raise
         except Exception:
@@ -74,7 +83,7 @@ class Drafting:
             drafts.fill_(-1)
         self._sampler.drafts[slots] = drafts
         self.seconds += time.perf_counter() - started
-        return Drafted(drafts, confidence)
+        return Drafted(drafts[:rows], None if confidence is None else confidence[:rows])
 
     def step(self, seen: Seen, heads: Heads | None, drafter: int, count: int) -> Draft | None:
         """The drafters' own part: all of them see the step, one proposes `count` tokens behind each of `heads`."""

@@ -130,7 +130,7 @@ def divide(
         conv_dtype=dtype,
         ssm_dtype=ssm_dtype,
         draft=draft,
-        dither=config.enable_mamba_cache_stochastic_rounding,
+        rounds=config.state_rounds,
     )
     host_slots, host_pages = _tier(config, snapshots * slot_bytes, pages * page_bytes, slot_bytes, page_bytes)
     step = config.max_num_scheduled_tokens or config.max_num_batched_tokens

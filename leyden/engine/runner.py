@@ -12,7 +12,7 @@ from leyden.cache.store import Store
 from leyden.config.engine import CAPTURE_SIZES
 from leyden.engine.batch import build
 from leyden.engine.capture import graphs
-from leyden.engine.draft_graphs import DraftGraphs
+from leyden.engine.draft_capture import draft_graphs
 from leyden.engine.drafting import Drafted, Drafting
 from leyden.engine.grammar import Allowed
 from leyden.engine.sampler import Drawn, Sampler
@@ -45,7 +45,7 @@ class Runner:
         self.recorded_steps = 0
         self.verify_seconds = 0.0  # of steps with drafts, on the host
         self.graphs = graphs(model, pool, sampler, capture_sizes)
-        self.draft_graphs = DraftGraphs(model, pool, sampler, self.drafting) if self.drafting else None
+        self.draft_graphs = draft_graphs(model, pool, sampler, self.drafting, capture_sizes) if self.drafting else None
 
     @torch.inference_mode()
     def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None] = lambda rows: None) -> "StepOutput":

@@ -47,8 +47,9 @@ class Sampler:
         self._open_at = torch.zeros(slots, dtype=torch.int64, device=device)
         self._budgets = Budgets(slots, vocab_size, device)
         self._banned = Banned(slots, device)
-        self._floats = torch.zeros(slots, len(_COLUMNS), device=device)
-        self._ints = torch.zeros(slots, 2, dtype=torch.int64, device=device)  # top_k, seed
+        # one table with two views, so that a step takes its rows once: the columns, then top_k and seed
+        self._table = torch.zeros(slots, len(_COLUMNS) // 2 + 2, dtype=torch.int64, device=device)
+        self._floats, self._ints = self._views(self._table)
         self._masks: dict[int, _Mask] = {}
         self._logprobs: dict[int, int] = {}  # slot -> k
         self._logprob_ids: dict[int, list[int]] = {}
@@ -80,9 +81,9 @@ class Sampler:
             self.stops = torch.cat([self.stops, self.stops.new_full((len(self.stops), missing), -1)], dim=1)
         width = self.stops.shape[1]
         stops = [[*a.stop_ids, *[-1] * (width - len(a.stop_ids))] for a in admits]
-        self.stops[slots] = torch.tensor(stops, device=self._device)
+        self.stops[slots] = upload(stops, self._device)
         open_at = [0 if a.params.grammar is not None else a.prompt_len + a.params.min_tokens for a in admits]
-        self._open_at[slots] = torch.tensor(open_at, device=self._device)
+        self._open_at[slots] = upload(open_at, self._device)
 
     def _admit_one(self, a: Admit) -> None:
         params, slot = a.params, a.slot
@@ -146,14 +147,18 @@ class Sampler:
         if allowed is None and self.plain(rows):
             of = torch.from_numpy(np.repeat(np.arange(len(rows)), drafts + 1)).to(self._device, non_blocking=True)
             tokens = self.draw(slots[of], positions, logits)[places]
-            if self.decree is not None:
-                kept = self.decree.kept(slots, begins - 1)[:, None]
-                tokens = _decreed(tokens, guesses, kept)
+            tokens = self.decided(slots, tokens, guesses, begins)
         else:
             tokens = self._walk(rows, slots, positions, logits, allowed, grid, guesses, running)
         kept, counts, newest, *_ = self.accept(slots, tokens, guesses, before, begins)
         self.last[slots] = newest
         return Drawn(kept, counts.long() - 1, self._values(rows, places, logits, tokens))
+
+    def decided(self, slots: Tensor, tokens: Tensor, guesses: Tensor, positions: Tensor) -> Tensor:
+        """tokens [R, width + 1] as drawn, or as the decree has it, if there is one; positions [R]: of the first."""
+        if self.decree is None or not guesses.shape[1]:
+            return tokens
+        return _decreed(tokens, guesses, self.decree.kept(slots, positions - 1)[:, None])
 
     def accept(
         self, slots: Tensor, tokens: Tensor, guesses: Tensor, before: Tensor, positions: Tensor
@@ -241,9 +246,15 @@ class Sampler:
 
     def draw(self, slots: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         """int64 [S]: what temperature, min_p, top_k and top_p make of the logits."""
-        temperature, top_p, min_p = ops.take(self._floats, slots)[:, :3].unbind(-1)
-        top_k, seed = ops.take(self._ints, slots).unbind(-1)
+        floats, ints = self._views(ops.take(self._table, slots))
+        temperature, top_p, min_p = floats[:, :3].unbind(-1)
+        top_k, seed = ints.unbind(-1)
         return ops.sample(logits, temperature, top_k, top_p, min_p, seed, positions)
+
+    @staticmethod
+    def _views(table: Tensor) -> tuple[Tensor, Tensor]:
+        """(fp32 [R, columns], int64 [R, 2]) of rows of the table."""
+        return table[:, :-2].view(torch.float32), table[:, -2:]
 
     def plain(self, rows: list[Row]) -> bool:
         """Whether nothing but draw() decides over these rows, and nobody wants to know log-probabilities."""

@@ -11,7 +11,7 @@ The layout is ModelOpt's; compressed-tensors' nvfp4-pack-quantized differs in na
 to both). Activations are not quantised here: `input_scale` is kept so that a checkpoint can be written again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -19,11 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leyden.formats import Packed, Part
+from leyden.errors import ConfigError
+from leyden.formats import Format, Packed, Part, Spec, Weight
 from leyden.formats.fp8 import E4M3, E4M3_MAX, amax, to_e4m3
 
 E2M1_MAX = 6.0
 BLOCK = 16
+TILE = (16, 64)  # rows and columns, of Tiled
+# Where the bits of a code (mantissa, exponent, sign) are in the half of a word, for the four codes there: every code
+# comes to its place in a bfloat16 by a shift, or two of them do (leyden/ops/triton/fragments.py).
+_PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 14), (9, 10, 11, 13))
+_LEAST = 0x7600  # of the bits of a scale times 2^119 as bfloat16; the smallest, 2^-9, has 0x7680
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Between them lie the borders. A value on a border goes to the even code: up at the second, fourth and sixth, which
 # are therefore one unit in the last place lower, so that "greater than the border" says it all.
@@ -146,3 +152,127 @@ def _decode(codes: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
 
 def _steps(scale: Tensor, scale_2: Tensor) -> Tensor:
     return (scale.float() * scale_2[..., None, None])[..., None]
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A matrix of `plain` in the order in which the tensor cores of a GPU take it: only in memory, never in files.
+
+        weight          I32 [N/16, K/64, 32, 4]   tiles of 16 rows and 64 columns, thread by thread of a warp
+        weight_scale    U8 [N/16, K/64, 64]       scale * 2^119 as bfloat16, without the bits that all have; 0 for zero
+        weight_scale_2, input_scale               as they are
+
+    Thread 4 g + t has rows g and g + 8, columns 8 t to 8 t + 7 and 32 + 8 t to 39 + 8 t: four words of eight codes.
+    Even columns are in the low half of a word; where the bits of a code are in the half says _PLACES. Codes under a
+    scale of zero become zeros. Scales must not be negative.
+    """
+
+    plain: NVFP4
+    name = "nvfp4_tiled"
+
+    @staticmethod
+    def fits(shape: tuple[int, ...]) -> bool:
+        return shape[-2] % TILE[0] == 0 and shape[-1] % TILE[1] == 0
+
+    def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Spec]:
+        """ConfigError if there are no whole tiles in the shape."""
+        if not self.fits(shape):
+            raise ConfigError(f"format {self.name} stores tiles of {TILE[0]} x {TILE[1]}; a matrix has {list(shape)}")
+        *stack, n, k = shape
+        tiles = (*stack, n // TILE[0], k // TILE[1])
+        return self.plain.tensors(shape, dtype) | {
+            "weight": ((*tiles, 32, 4), torch.int32),
+            "weight_scale": ((*tiles, 64), torch.uint8),
+        }
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        return self.tile(self.plain.quantize(weight))
+
+    def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return self.plain.dequantize(self.untile(tensors), dtype)
+
+    def shard(self, tensors: Mapping[str, Tensor], dim: int, rank: int, world: int) -> dict[str, Tensor]:
+        return self.tile(self.plain.shard(self.untile(tensors), dim, rank, world))
+
+    def tile(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of `plain` in this order."""
+        scales = tensors["weight_scale"].float()
+        table = _words(scales.device)
+        codes = tensors["weight"].unflatten(-1, (-1, 4))
+        words = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=scales.device)
+        for i in range(4):
+            words |= table[i, codes[..., i].int()]
+        words.masked_fill_((scales == 0).repeat_interleave(2, -1), 0)
+        short = ((scales * 2.0**119).bfloat16().view(torch.int16) - _LEAST) >> 4
+        short = short.masked_fill(scales == 0, 0).to(torch.uint8)
+        ordered = words.unflatten(-2, (-1, 2, 8)).unflatten(-1, (-1, 2, 4))  # [tiles, half, g, chunks, run, t]
+        spread = short.unflatten(-2, (-1, 2, 8)).unflatten(-1, (-1, 2, 2))
+        return {
+            **tensors,
+            "weight": _moved(ordered, 0, 3, 2, 5, 1, 4).flatten(-4, -3).flatten(-2),
+            "weight_scale": _moved(spread, 0, 3, 2, 5, 1, 4).flatten(-4),
+        }
+
+    def untile(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of `plain`, as they were but for codes under a scale of zero."""
+        ordered = tensors["weight"].unflatten(-2, (8, 4)).unflatten(-1, (2, 2))  # [tiles, chunks, g, t, half, run]
+        words = _moved(ordered, 0, 4, 2, 1, 5, 3).flatten(-3).flatten(-4, -2)
+        spread = tensors["weight_scale"].unflatten(-1, (8, 2, 2, 2))
+        short = _moved(spread, 0, 4, 2, 1, 5, 3).flatten(-3).flatten(-4, -2)
+        codes = torch.zeros(*words.shape, 4, dtype=torch.uint8, device=words.device)
+        for i, places in enumerate(_PLACES):
+            for bit, place in enumerate(places):
+                for half in range(2):
+                    codes[..., i] |= ((words >> (place + 16 * half)) & 1).to(torch.uint8) << (bit + 4 * half)
+        scales = ((short.to(torch.int16) << 4) + _LEAST).view(torch.bfloat16).float() * 2.0**-119
+        return {
+            **tensors,
+            "weight": codes.flatten(-2),
+            "weight_scale": scales.masked_fill(short == 0, 0).to(E4M3),
+        }
+
+
+def arrange(weight: Weight) -> bool:
+    """Whether `weight`, in NVFP4 or Tiled, is Tiled: from now on, if it has whole tiles."""
+    if isinstance(weight.format, Tiled):
+        return True
+    assert isinstance(weight.format, NVFP4)
+    if not Tiled.fits(weight.shape):
+        return False
+    format = Tiled(weight.format)
+    _change(weight, format, format.tile)
+    return True
+
+
+def restore(weight: Weight) -> None:
+    """Bring a Tiled matrix back into the order of checkpoints."""
+    assert isinstance(weight.format, Tiled)
+    _change(weight, weight.format.plain, weight.format.untile)
+
+
+def _change(weight: Weight, format: Format, made: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> None:
+    """A stack goes some matrices at a time: `made` needs several times the memory of what it works on."""
+    parts = {name: part.detach() for name, part in weight.parts.items()}
+    weight.allot(format, parts["weight"].device)
+    stack = len(weight.shape) == 3
+    for some in [slice(i, i + 16) for i in range(0, weight.shape[0], 16)] if stack else [...]:
+        for name, tensor in made({name: part[some] for name, part in parts.items()}).items():
+            weight.parts[name].detach()[some].copy_(tensor)
+
+
+def _moved(x: Tensor, *order: int) -> Tensor:
+    """The last dimensions in another order."""
+    before = x.dim() - len(order)
+    return x.permute(*range(before), *(before + i for i in order)).contiguous()
+
+
+@cache
+def _words(device: torch.device) -> Tensor:
+    """int32 [4, 256]: what each byte of four contributes to a word of Tiled."""
+    bytes_ = torch.arange(256)
+    made = torch.zeros(4, 256, dtype=torch.int64)
+    for i, places in enumerate(_PLACES):
+        for bit, place in enumerate(places):
+            for half in range(2):
+                made[i] |= ((bytes_ >> (bit + 4 * half)) & 1) << (place + 16 * half)
+    return torch.where(made < 2**31, made, made - 2**32).int().to(device)

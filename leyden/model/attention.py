@@ -23,12 +23,17 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         """x [T, H] -> [T, H]; the rows' keys and values go into their pages."""
+        parts = ctx.parts()
+        if ctx.pool and len(parts) == 1:
+            cache, (_, rows, _), scales = ctx.pool.kv[self.index], parts[0], (self.k_scale, self.v_scale)
+            q = ops.qkv_write(x, self.q_proj, self.k_proj, self.v_proj, cache, rows, *scales)
+            return ops.linear(ops.attention(q, cache, rows, *scales).flatten(-2), self.o_proj)
         q, k, v = (
             ops.linear(x, weight).unflatten(-1, (-1, self.head_dim))
             for weight in (self.q_proj, self.k_proj, self.v_proj)
         )
         mixed = []
-        for span, rows, _ in ctx.parts():
+        for span, rows, _ in parts:
             if ctx.pool:
                 cache = ctx.pool.kv[self.index]
                 ops.kv_write(k[span], v[span], cache, rows, self.k_scale, self.v_scale)

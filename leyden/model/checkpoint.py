@@ -40,7 +40,7 @@ from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
 from leyden.errors import CheckpointError, ConfigError
 from leyden.formats import Dense, Weight
-from leyden.formats.nvfp4 import NVFP4
+from leyden.formats.nvfp4 import NVFP4, Tiled, restore
 from leyden.formats.scheme import Scheme, describe, held_as
 from leyden.log import get
 from leyden.model.attention import Attention
@@ -204,6 +204,9 @@ def save(model: Nemotron, folder: Path, max_shard_bytes: int = 5 * 10**9) -> Non
     router are F32 there. Weights of an earlier save in `folder` are removed; other files stay. ConfigError if a
     matrix is in a format that such files do not have.
     """
+    for _, weight in matrices(model):
+        if isinstance(weight.format, Tiled):
+            restore(weight)
     scales = dict(cache_scales(model))
     held = {matrix: weight.format for name, weight in matrices(model) for matrix in each(name, weight)}
     quantization = describe(held, fp8_cache=bool(scales) or Scheme(model.config.quantization).fp8_cache)

@@ -77,9 +77,10 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
 
-    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), angles, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, residual: Tensor, angles: Angles, attend: Attend) -> tuple[Tensor, Tensor]:
+        """(input_layernorm of the stream, the stream) -> (what the MLP adds to it, the stream without that)."""
+        x, residual = self.post_attention_layernorm.add(self.self_attn(x, angles, attend), residual)
+        return self.mlp(x), residual
 
 
 class MarkovHead(nn.Module):
@@ -90,9 +91,9 @@ class MarkovHead(nn.Module):
         self.markov_w1 = Weight(config.vocab_size, config.markov_rank, dtype=dtype)
         self.markov_w2 = Weight(config.vocab_size, config.markov_rank, dtype=dtype)
 
-    def forward(self, previous: Tensor) -> Tensor:
-        """int [...] -> fp32 [..., V]"""
-        return ops.linear(ops.embed(previous, self.markov_w1), self.markov_w2).float()
+    def forward(self, previous: Tensor, logits: Tensor) -> Tensor:
+        """int [...], fp32 [..., V] -> fp32 [..., V]"""
+        return ops.add_linear(ops.embed(previous, self.markov_w1), self.markov_w2, logits)
 
 
 class ConfidenceHead(nn.Module):
@@ -119,6 +120,7 @@ class DrafterNetwork(nn.Module):
             self.norm = RMSNorm(hidden, eps, dtype)
             self.markov_head = MarkovHead(config, dtype) if config.markov_rank else None
             self.confidence_head = ConfidenceHead(config) if config.confidence else None
+            self.register_buffer("frequencies", frequencies(config.rope, config.head_dim, device), persistent=False)
 
     def context(self, taps: Sequence[Tensor], positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of every layer, [..., kv heads, dim], that `taps` [..., H] at `positions` [...] turn into.
@@ -126,16 +128,17 @@ class DrafterNetwork(nn.Module):
         taps: the residual stream of the target after each of config.target_layer_ids, before norm_f. Keys and values at
         a position depend on nothing else, so they may be computed piece by piece.
         """
-        features = self.hidden_norm(ops.linear(torch.cat(list(taps), dim=-1), self.fc))
+        features = self.hidden_norm(ops.linear(ops.join(*taps), self.fc))
         angles = self._angles(positions)
         return [layer.self_attn.keys_values(features, angles) for layer in self._layers()]
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Rows of blocks (tokens and positions int [...]) -> hidden [..., H], which the target's lm_head reads."""
-        x, angles = ops.embed(tokens, self.embed_tokens), self._angles(positions)
-        for layer in self._layers():
-            x = layer(x, angles, attend)
-        return self.norm(x)
+        residual, angles, layers = ops.embed(tokens, self.embed_tokens), self._angles(positions), list(self._layers())
+        x = layers[0].input_layernorm(residual)
+        for layer, norm in zip(layers, [*(layer.input_layernorm for layer in layers[1:]), self.norm], strict=True):
+            x, residual = norm.add(*layer(x, residual, angles, attend))
+        return x
 
     def block(self, anchors: Tensor, drafts: int) -> Tensor:
         """Anchor tokens int [...] -> the tokens of the blocks that propose `drafts` after them, int64 [..., rows]."""
@@ -145,14 +148,16 @@ class DrafterNetwork(nn.Module):
 
     def predicting(self, hidden: Tensor) -> Tensor:
         """hidden [..., rows, H] of blocks -> [..., drafts, H]: the rows whose logits are those of the drafts."""
-        return hidden if self.config.sample_from_anchor else hidden[..., 1:, :]
+        if self.config.sample_from_anchor:
+            return hidden
+        return ops.join(hidden[..., 1:, :].flatten(-2)).unflatten(-1, (-1, hidden.shape[-1]))
 
     def correct(self, logits: Tensor, previous: Tensor) -> Tensor:
         """Logits fp32 [..., V] of drafts, given the tokens int [...] before them."""
-        return logits if self.markov_head is None else logits + self.markov_head(previous)
+        return logits if self.markov_head is None else self.markov_head(previous, logits)
 
-    def chain(self, logits: Tensor, anchors: Tensor, pick: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """logits fp32 [R, drafts, V] -> (drafts int64 [R, drafts], the logits that each was picked from).
+    def chain(self, logits: Tensor, anchors: Tensor, pick: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """logits fp32 [R, drafts, V] -> (drafts int64 [R, drafts], the logits [R, V] that each was picked from).
 
         One draft after the other, each picked by `pick` (logits [R, V] -> tokens [R]) given the one before it.
         """
@@ -161,24 +166,22 @@ class DrafterNetwork(nn.Module):
             picked_from.append(self.correct(step, previous))
             previous = pick(picked_from[-1])
             tokens.append(previous)
-        return torch.stack(tokens, 1), torch.stack(picked_from, 1)
+        return ops.join(*(each[:, None] for each in tokens)), picked_from
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Log-odds, fp32 [...], that a draft is accepted if all before it were; hidden [..., H] of its row."""
         assert self.confidence_head is not None
-        read = hidden.float()
+        also, proj = None, self.confidence_head.proj
         if self.config.confidence == "markov":
             assert self.markov_head is not None
-            read = torch.cat([read, ops.embed(previous, self.markov_head.markov_w1).float()], dim=-1)
-        return self.confidence_head.proj(read).squeeze(-1)
+            also = ops.embed(previous, self.markov_head.markov_w1)
+        return ops.confidence(hidden, also, proj.weight, proj.bias)
 
     def _layers(self) -> Iterable[DraftLayer]:
         return cast(Iterable[DraftLayer], self.layers)
 
     def _angles(self, positions: Tensor) -> Angles:
-        rope = self.config.rope
-        angle = positions[..., None].float() * frequencies(rope, self.config.head_dim, positions.device)
-        return angle.cos() * rope.scale, angle.sin() * rope.scale
+        return ops.angles(positions, self.frequencies, self.config.rope.scale)
 
 
 def frequencies(rope: Rope, dim: int, device: torch.device | str = "cpu") -> Tensor:

@@ -53,7 +53,7 @@ class Mamba(nn.Module):
             if ctx.guesses:
                 mixed.append(ops.mamba_verify(projected[span], *layer, ctx.pool.ring[self.index], rows))
             else:
-                mixed.append(ops.mamba_step(projected[span], *layer, rows, ctx.pool.shape.dither))
+                mixed.append(ops.mamba_step(projected[span], *layer, rows, ctx.pool.shape.rounds))
         return ops.linear(joined(mixed), self.out_proj)
 
     def replay(self, ctx: Context, counts: Tensor) -> None:
@@ -62,7 +62,7 @@ class Mamba(nn.Module):
         assert pool is not None
         layer = (pool.conv[self.index], pool.ssm[self.index], pool.ring[self.index])
         ops.mamba_replay(
-            *self._recurrence, self.config.n_groups, *layer, rows.slots, rows.past, counts, pool.shape.dither
+            *self._recurrence, self.config.n_groups, *layer, rows.slots, rows.past, counts, pool.shape.rounds
         )
 
     @property

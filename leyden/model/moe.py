@@ -1,5 +1,7 @@
 """The mixture-of-experts mixer, letter E."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -7,7 +9,7 @@ from leyden import ops
 from leyden.config.model import ModelConfig
 from leyden.formats import Weight
 from leyden.model.context import Context
-from leyden.model.layers import MLP
+from leyden.model.layers import MLP, RMSNorm
 
 
 class Gate(nn.Module):
@@ -46,7 +48,14 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
         """x [T, H] -> [T, H]; tokens do not see each other, so the context does not matter."""
-        ids, weights = self.route(x)
+        return self._experts(x, *self.route(x))
+
+    def added(self, norm: RMSNorm, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(forward() of the norm of delta + residual, the sum), all [T, H]: for few tokens norm and router are one."""
+        hidden, total, *chosen = ops.add_norm_route(delta, residual, norm.weight, norm.eps, *self._router)
+        return self._experts(hidden, *chosen), total
+
+    def _experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         up, down, shared = self.experts.up_proj, self.experts.down_proj, self.shared_experts
         if self.fc1_latent_proj is None and shared is not None:
             return ops.moe(x, ids, weights, up, down, shared.up_proj, shared.down_proj)
@@ -58,9 +67,13 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(ids [T, k], weights fp32 [T, k]) of the experts chosen for each row of x [T, H]."""
+        return ops.route(x, *self._router)
+
+    @property
+    def _router(self) -> tuple[Any, ...]:
+        """Its parameters, in the order in which the ops take them."""
         config, gate = self.config, self.gate
-        return ops.route(
-            x,
+        return (
             gate.weight,
             gate.e_score_correction_bias,
             config.num_experts_per_tok,

@@ -37,6 +37,15 @@ class Layer(nn.Module):
             case _:
                 raise ConfigError(f"a layer must be M (mamba), * (attention), E (MoE) or - (MLP), got {letter!r}")
 
+    def forward(self, delta: Tensor | None, residual: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """(what the mixer makes of the norm of delta + residual, the sum), all [T, H]; no delta: nothing to add."""
+        if delta is None:
+            return self.mixer(self.norm(residual), ctx), residual
+        if isinstance(self.mixer, MoE) and ctx.pool is not None:
+            return self.mixer.added(self.norm, delta, residual)
+        hidden, total = self.norm.add(delta, residual)
+        return self.mixer(hidden, ctx), total
+
 
 class Backbone(nn.Module):
     """Everything between the token ids and lm_head."""
@@ -138,12 +147,11 @@ def _through(
 
     Each layer's sum is taken together with the norm that reads it: the next layer's, `last` in the end.
     """
-    layers = list(cast(Iterable[Layer], stack))
-    norms = [*(layer.norm for layer in layers), last]
-    hidden = norms[0](residual)
-    tapped = []
-    for i, layer in enumerate(layers):
-        hidden, residual = norms[i + 1].add(layer.mixer(hidden, ctx), residual)
-        if i in taps:
+    delta, tapped = None, []
+    for i, layer in enumerate(cast(Iterable[Layer], stack)):
+        delta, residual = layer(delta, residual, ctx)
+        if i - 1 in taps:
             tapped.append(residual)
-    return hidden, tapped
+    assert delta is not None
+    hidden, residual = last.add(delta, residual)
+    return hidden, [*tapped, residual] if len(stack) - 1 in taps else tapped

@@ -12,6 +12,7 @@ their writes do no harm.
                                                                     of rows of one token and `count` drafts
     accept(drawn[R,W+1], guesses[R,W], before[R], positions[R], stops[R,E], open_at[R]) -> (kept[R,W+1], counts[R],
            newest[R], ends[R], at[R])    as far as guesses are what was drawn
+    begin_block(anchors[R], places[R], rows, mask) -> (tokens[R*rows], positions[R*rows], starts[R+1])
     ahead(places[R], count, dtype=int32) -> [count,R]
     join(parts[T,...]...) -> [T,sum]
     likeliest(logits[R,V] fp32) -> ids[R] int64
@@ -21,8 +22,11 @@ their writes do no harm.
     rms_norm(x[T,H], weight[H], eps) -> [T,H]                        fp32 inside, weight in fp32, rounded once
     add_rms_norm(x[T,H], residual[T,H], weight[H], eps) -> ([T,H], [T,H])    (norm of the sum, the sum)
     linear(x[T,K], weight: Weight[N,K], dtype=None) -> [T,N]         in dtype, if not that of x
+    add_linear(x[T,K], weight: Weight[N,K], to[T,N]) -> [T,N]        to + x W^T, in the dtype of `to`
     mlp(x[T,K], up: Weight[I,K], down: Weight[N,I]) -> [T,N]         down(relu(up x)^2)
     route(x[T,H], gate[E,H], bias[E], k, groups, kept, normalize, scale) -> (ids[T,k] int64, weights[T,k] fp32)
+    add_norm_route(x[T,H], residual[T,H], weight[H], eps, gate, bias, k, ...) -> ([T,H], [T,H], ids, weights)
+                                                                    add_rms_norm, then route of its first result
     experts(x[T,K], ids[T,k], weights[T,k], up: Weight[E,I,K], down: Weight[E,N,I]) -> [T,N]
     moe(x[T,K], ids, weights, up, down, shared_up: Weight[S,K], shared_down: Weight[N,S]) -> [T,N]
                                                                     experts(x, ...) + mlp(x, shared_up, shared_down)
@@ -31,16 +35,19 @@ their writes do no harm.
              state[S,heads,dim,N]|None, rows) -> y[T,heads,dim]      rows of any length
     gated_norm(y[T,I], z[T,I], weight[I], groups, eps) -> [T,I]      gate first, then RMSNorm of each group
     mamba_step(projected[R,I+C+heads], conv_weight[C,K], conv_bias[C]|None, A_log, D, dt_bias, dt_limit, norm_weight[I],
-               groups, eps, conv_state, ssm_state, rows, dither=False) -> [R,I]    rows of one token: the four steps in
-               one; dither: an fp16 state is rounded at random
-    mamba_verify(as mamba_step without dither, but ring[S,W,C+heads] before rows) -> [T,I]    rows of up to W tokens;
+               groups, eps, conv_state, ssm_state, rows, rounds=0) -> [R,I]    rows of one token: the four steps in
+               one; rounds: those of the random bits by which an fp16 state is rounded; 0: to nearest
+    mamba_verify(as mamba_step without rounds, but ring[S,W,C+heads] before rows) -> [T,I]    rows of up to W tokens;
                  states untouched
     mamba_replay(conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state, ring, slots[R],
-                 past[R], counts[R], dither=False)    states move over the first tokens in the ring
+                 past[R], counts[R], rounds=0)    states move over the first tokens in the ring
     kv_write(k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows, k_scale=1.0, v_scale=1.0)
+    qkv_write(x[T,H], q: Weight[heads*dim,H], k: Weight[kv*dim,H], v: Weight[kv*dim,H], cache[2,pages,page,kv,dim],
+              rows, k_scale=1.0, v_scale=1.0) -> [T,heads,dim]     linear of each, kv_write of k and v
     attention(q[T,heads,dim], cache[2,pages,page,kv,dim], rows, k_scale=1.0, v_scale=1.0) -> [T,heads,dim]
                                                                     causal, the rows' own keys included
     attention_packed(q[T,heads,dim], k[T,kv,dim], v[T,kv,dim], rows) -> [T,heads,dim]    the same without a cache
+    angles(positions[...], frequencies[dim/2] fp32, scale) -> (cos[...,dim/2], sin[...,dim/2])
     rotate(x[...,heads,dim], cos[...,dim/2], sin[...,dim/2]) -> [...,heads,dim]    rotary embedding in halves
     swiglu(x[...,K], gate: Weight[I,K], up: Weight[I,K], down: Weight[N,I]) -> [...,N]    down(silu(gate x) * up x)
     block_attention(q[T,heads,dim], k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows, causal, window,
@@ -48,6 +55,11 @@ their writes do no harm.
     block_attention_packed(q[S,M,W,heads,dim], k[S,M,W,kv,dim], v[S,M,W,kv,dim], context_k[S,L,kv,dim],
                            context_v[S,L,kv,dim], anchors[S,M], causal, window, sinks) -> [S,M,W,heads,dim]    the same
                            without a cache
+    confidence(hidden[...,H], also[...,K]|None, weight[1,H+K] fp32, bias[1] fp32) -> [...]    log-odds of drafts
+    certainty(logits[R,V] fp32) -> [R]    log-odds of the most likely token
+    expect(scores[R,count], weights[1+W] fp64, open[S,W], made_at[S], slots[R], places[R]) -> [R,count]
+                                                                    log-odds of drafts, which are remembered as open
+    learn(tokens[T], following[T], rows, open[S,W], made_at[S], memory[3,M,W] fp64, at[1])    what became of them
     penalize(logits[R,V] fp32, counts[R,V], seen[R,V], presence[R], frequency[R], repetition[R]) -> [R,V]
     sample(logits[R,V] fp32, temperature[R], top_k[R], top_p[R], min_p[R], seed[R], position[R]) -> ids[R] int64
     logprobs(logits[R,V] fp32, ids[R], k) -> (own[R], rank[R], top ids[R,k], top[R,k])
@@ -70,6 +82,7 @@ __all__ = ["Op", "forced", "prepare", "using", "watching"]
 begin = Op(_table.begin)
 begin_drafts = Op(_draft.begin_drafts)
 accept = Op(_draft.accept)
+begin_block = Op(_draft.begin_block)
 ahead = Op(_draft.ahead)
 join = Op(_draft.join)
 likeliest = Op(_draft.likeliest)
@@ -79,6 +92,7 @@ embed = Op(_linear.embed)
 rms_norm = Op(_norm.rms_norm)
 add_rms_norm = Op(_norm.add_rms_norm)
 linear = Op(_linear.linear)
+add_linear = Op(_linear.add_linear)
 mlp = Op(_linear.mlp)
 route = Op(_moe.route)
 experts = Op(_moe.experts)
@@ -92,10 +106,20 @@ mamba_replay = Op(_mamba.mamba_replay)
 kv_write = Op(_attention.kv_write)
 attention = Op(_attention.attention)
 attention_packed = Op(_attention.attention_packed)
+angles = Op(_draft.angles)
 rotate = Op(_draft.rotate)
 swiglu = Op(_draft.swiglu)
 block_attention = Op(_draft.block_attention)
 block_attention_packed = Op(_draft.block_attention_packed)
+confidence = Op(_draft.confidence)
+certainty = Op(_draft.certainty)
+expect = Op(_draft.expect)
+learn = Op(_draft.learn)
 penalize = Op(_sample.penalize)
 sample = Op(_sample.sample)
 logprobs = Op(_sample.logprobs)
+
+from leyden.ops import fused as _fused  # noqa: E402, it is made of the ops above
+
+qkv_write = Op(_fused.qkv_write)
+add_norm_route = Op(_fused.add_norm_route)

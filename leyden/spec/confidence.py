@@ -5,9 +5,12 @@ token (never of the token drawn: how likely that is says something about the dra
 one bias for each place in the block. Everything stays on the device.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from leyden import ops
 from leyden.spec.drafter import Heads, Seen
 
 _SLOPE, _BIAS = 0.5, -0.2  # before anything is known
@@ -15,7 +18,6 @@ _PRIOR = 4.0  # how many outcomes that counts for
 _MEMORY = 1024  # blocks that are fitted to
 _INTERVAL = 16  # steps from fit to fit
 _ROUNDS = 4  # of Newton's method; it starts where the last fit ended
-_LARGEST = 40.0
 
 
 class Confidence:
@@ -24,50 +26,29 @@ class Confidence:
     def __init__(self, slots: int, width: int, device: torch.device):
         self._start = torch.tensor([_SLOPE, *[_BIAS] * width], dtype=torch.float64, device=device)
         self.weights = self._start.clone()  # [1 + width]: slope, biases
-        self._scores = torch.full((slots, width), float("nan"), device=device)  # of drafts whose fate is open
-        self._anchors = torch.zeros(slots, dtype=torch.int32, device=device)  # where they were made
+        self._open = torch.full((slots, width), float("nan"), device=device)  # scores of drafts whose fate is open
+        self._made_at = torch.zeros(slots, dtype=torch.int32, device=device)
         # What is remembered: scores, whether the draft was kept, whether that is known.
         self._memory = torch.zeros(3, _MEMORY, width, dtype=torch.float64, device=device)
-        self._next = self._steps = 0
+        self._at = torch.zeros(1, dtype=torch.int64, device=device)
+        self._steps = 0
 
-    def estimate(self, heads: Heads, logits: Tensor) -> Tensor:
-        """Log-odds fp32 [R, count] of drafts that come from logits fp32 [R, count, V]."""
-        scores = certainty(logits)
-        count = scores.shape[1]
-        self._scores[heads.slots] = float("nan")
-        self._scores[heads.slots, :count] = scores
-        self._anchors[heads.slots] = heads.positions
-        return (scores.double() * self.weights[0] + self.weights[1 : 1 + count]).float()
+    def estimate(self, heads: Heads, logits: Sequence[Tensor]) -> Tensor:
+        """Log-odds fp32 [R, count] of drafts that come from logits fp32 [R, V], one after the other."""
+        scores = ops.join(*(ops.certainty(each)[:, None] for each in logits))
+        return ops.expect(scores, self.weights, self._open, self._made_at, heads.slots, heads.positions)
 
     def learn(self, seen: Seen) -> None:
         """Take in a step: which drafts were right, as far as those before them were."""
-        rows, width = seen.ctx.narrow, self._scores.shape[1]
-        if not rows.lens or rows.slots is None:
-            return
-        device = seen.tokens.device
-        first = rows.starts[:-1].long()
-        places = first[:, None] + torch.arange(width, device=device)
-        after = (places + 1).clamp(max=rows.tokens - 1)
-        there = places + 1 < rows.starts[1:, None]
-        right = there & (seen.tokens[after] == seen.following[places.clamp(max=rows.tokens - 1)])
-        reached = there & torch.cat([torch.ones_like(right[:, :1]), right[:, :-1].cumprod(1).bool()], 1)
-        slots = rows.slots.long()
-        scores = self._scores[slots]
-        # a slot may have a new sequence, whose first tokens are no drafts of ours
-        same = seen.ctx.positions[first] == self._anchors[slots]
-        known = reached & same[:, None] & scores.isfinite()
-        self._scores[slots] = float("nan")
-        self._remember(torch.stack([scores.nan_to_num(), right.float(), known.float()]).double())
+        rows = seen.ctx.narrow
+        if rows.lens and rows.slots is not None:
+            ops.learn(seen.tokens, seen.following, rows, self._open, self._made_at, self._memory, self._at)
+
+    def settle(self) -> None:
+        """Between steps: every now and then, fit to what is remembered."""
         self._steps += 1
         if self._steps % _INTERVAL == 0:
             self._fit()
-
-    def _remember(self, blocks: Tensor) -> None:
-        """blocks [3, n, width]"""
-        blocks = blocks[:, -_MEMORY:]
-        at = (torch.arange(blocks.shape[1], device=blocks.device) + self._next) % _MEMORY
-        self._memory[:, at] = blocks
-        self._next = (self._next + blocks.shape[1]) % _MEMORY
 
     def _fit(self) -> None:
         """Newton's method for logistic regression, held near the start by a normal prior."""
@@ -79,11 +60,4 @@ class Confidence:
             mixed = (bend * scores).sum(0)
             curve = torch.diag(torch.cat([(bend * scores**2).sum()[None], bend.sum(0)]) + _PRIOR)
             curve[0, 1:], curve[1:, 0] = mixed, mixed
-            self.weights = self.weights - torch.linalg.solve_ex(curve, slope)[0]
-
-
-def certainty(logits: Tensor) -> Tensor:
-    """Log-odds of the most likely of logits fp32 [..., V]: log p - log(1 - p), fp32 [...]."""
-    most, which = logits.max(-1, keepdim=True)
-    others = logits.scatter(-1, which, float("-inf")).logsumexp(-1)
-    return (most[..., 0] - others).clamp(-_LARGEST, _LARGEST)
+            self.weights -= torch.linalg.solve_ex(curve, slope)[0]

@@ -8,7 +8,6 @@ DSpark's Markov head makes each draft depend on the one before it; without it, d
 belong together, so DFlash is best left greedy.
 """
 
-import torch
 from torch import Tensor
 
 from leyden import ops
@@ -30,6 +29,7 @@ class DFlash:
         self.width, self.taps = width, network.config.target_layer_ids
         self._network, self._model, self._confident = network, model, confident
         self._learned: Confidence | None = None
+        self.steady = not confident or network.confidence_head is not None  # what is learned, the host learns
 
     def observe(self, seen: Seen) -> None:
         ctx = seen.ctx
@@ -44,24 +44,23 @@ class DFlash:
             self._learned.learn(seen)
 
     def draft(self, heads: Heads, count: int, pick: Pick) -> Draft:
-        network, device = self._network, heads.slots.device
-        tokens = network.block(heads.anchors, count)  # [R, W]
-        sequences, width = tokens.shape
-        positions = heads.positions[:, None] + torch.arange(width, dtype=torch.int32, device=device)
-        starts = torch.arange(0, sequences * width + 1, width, dtype=torch.int32, device=device)
+        network, sequences = self._network, len(heads.slots)
+        width = network.config.drafts_to_rows(count)
+        begin = heads.anchors, heads.positions, width, network.config.mask_token_id
+        tokens, positions, starts = ops.begin_block(*begin)
         rows = Rows((width,) * sequences, starts, heads.positions, heads.slots.int(), heads.pages)
 
         def attend(layer: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             options = layer.causal, layer.window, layer.attention_sink_bias
             return ops.block_attention(q, k, v, self._caches[layer.index], rows, *options)
 
-        hidden = network(tokens.flatten(), positions.flatten(), attend).unflatten(0, (sequences, width))
+        hidden = network(tokens, positions, attend).unflatten(0, (sequences, width))
         hidden = network.predicting(hidden)  # [R, count, H]
         depth = iter(range(count))
         drafts, logits = network.chain(self._model.logits(hidden), heads.anchors, lambda z: pick(z, next(depth)))
         if not self._confident:
             return Draft(drafts)
         if self._learned is not None:
-            return Draft(drafts, self._learned.estimate(heads, logits))
-        previous = torch.cat([heads.anchors[:, None], drafts[:, :-1]], dim=1)
+            return Draft(drafts, self._learned.estimate(heads, logits), self._learned.settle)
+        previous = ops.join(heads.anchors[:, None], drafts[:, :-1])
         return Draft(drafts, network.confidence(hidden, previous))

@@ -17,7 +17,7 @@ from leyden.model.context import Context
 class Seen:
     """A step of the target, T tokens in the rows of `ctx`."""
 
-    tokens: Tensor  # int64 [T], as fed
+    tokens: Tensor  # int64 [T], as fed; in a recorded step -1 may stand for what a row has less than others
     following: Tensor  # int64 [T]: the token after each; just some token behind a rejected draft
     hidden: Tensor  # [T, H], after norm_f
     taps: list[Tensor]  # [T, H] each: the residual stream after the layers that the drafter asked for
@@ -44,12 +44,14 @@ Pick = Callable[[Tensor, int], Tensor]
 class Draft:
     tokens: Tensor  # int64 [R, count]; -1 where there is nothing to propose
     confidence: Tensor | None = None  # fp32 [R, count]: log-odds that a draft is kept if those before it are
+    settle: Callable[[], None] | None = None  # to be called on the host when the draft is made: it is in no recording
 
 
 class Drafter(Protocol):
     width: int  # most drafts per step
     taps: tuple[int, ...]  # target layers whose residual stream it reads
     lookahead: int  # positions from the anchor on whose keys it may write
+    steady: bool  # both verbs are the same work each time, all of it on the device: a CUDA graph can do it again
 
     def observe(self, seen: Seen) -> None:
         """Take in a step, those of its tokens included that turn out to be rejected: their places come again."""

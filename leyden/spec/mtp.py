@@ -24,6 +24,7 @@ class MTP:
     """Applies the one module `width` times; its keys are in pool.kv, behind the backbone's layers."""
 
     taps: tuple[int, ...] = ()
+    steady = True
 
     def __init__(self, model: Nemotron, width: int):
         assert model.mtp is not None

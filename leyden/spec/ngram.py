@@ -19,6 +19,7 @@ _ENTRIES = 2**24  # tokens that are searched at a time
 class NGram:
     taps: tuple[int, ...] = ()
     lookahead = 1  # the newest token itself is noted
+    steady = True
 
     def __init__(self, width: int, least: int, most: int):
         self.width, self._least, self._most = width, least, most

@@ -1,7 +1,7 @@
 """How many drafts to try: with few sequences many, with many sequences few or none, and those that are likely first.
 
 The host decides, from what steps took and what was kept of the drafts. No choice can change a text, only how soon it is
-there. Source of allot, budget and admit: the DSpark paper, algorithm 1 and what it says of its use in production.
+there. Source of budget and admit: the DSpark paper, algorithm 1 and what it says of its use in production.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,29 +21,10 @@ _PRIOR = 0.7, 4.0  # drafts are kept so often, before anything is known; what th
 _MEMORY = 2000.0  # drafts at each place that acceptance is averaged over
 
 
-def allot(confidence: Sequence[Sequence[float]], speed: Speed) -> list[int]:
-    """Drafts to try for each sequence, so that most tokens per second are to be expected.
-
-    confidence: of each sequence, how likely each of its drafts is to be kept if those before it are. One draft after
-    the other is added, the likeliest first, as long as the expectation rises. Whether a draft is tried therefore never
-    depends on those behind it, which rejection sampling needs to stay exact. (Ours would not: it draws the same tokens
-    whatever is tried.)
-    """
-    lengths = [0] * len(confidence)
-    tokens, kept = len(confidence), float(len(confidence))
-    best = kept * speed(tokens)
-    for survival, _, row in _likeliest(confidence):
-        tokens, kept = tokens + 1, kept + survival
-        if kept * speed(tokens) <= best:
-            break
-        best = kept * speed(tokens)
-        lengths[row] += 1
-    return lengths
-
-
 def budget(confidence: Sequence[Sequence[float]], speed: Speed) -> int:
     """How many drafts of all sequences together are best, wherever the maximum is.
 
+    confidence: of each sequence, how likely each of its drafts is to be kept if those before it are.
     With the confidences of an earlier step: then it cannot depend on the drafts that admit() chooses among.
     """
     tokens, kept = len(confidence), float(len(confidence))
@@ -106,6 +87,7 @@ class Schedule:
         self._costs: dict[int, dict[Choice, _Cost]] = {}  # size of the batch -> choice -> cost
         self._right = [[_PRIOR[0] * _PRIOR[1]] * width for width in widths]
         self._tried = [[_PRIOR[1]] * width for width in widths]
+        self._bests: dict[int, Choice] = {}  # by size of the batch, until something new is told
         self._step = self._left = 0
         self._trial = NONE
         self._seconds = self._lost = 0.0
@@ -127,7 +109,7 @@ class Schedule:
         return self._trial
 
     def lengths(self, drafter: int, confidence: Sequence[Sequence[float]]) -> list[int]:
-        """How many of the drafts that `drafter` has made for each sequence to try; confidence as in allot().
+        """How many of the drafts that `drafter` has made for each sequence to try; confidence as in budget().
 
         All of them in a trial, and where it is not known what a shorter step takes.
         """
@@ -149,6 +131,7 @@ class Schedule:
         if self._ranges:
             return
         self._step += 1
+        self._bests.clear()
         for place in range(max(tried)):
             reached = [n for n, most in zip(kept, tried, strict=True) if n >= place and most > place]
             fade = 1 - min(1.0, len(reached) / _MEMORY)
@@ -187,8 +170,11 @@ class Schedule:
         return low if below == above else low + (high - low) * (drafts - below) / (above - below)
 
     def _best(self, size: int) -> Choice:
-        choices = [NONE, *((which, n) for which, width in enumerate(self._widths) for n in range(1, width + 1))]
-        return max(choices, key=lambda choice: (self.expected(choice) / self.cost(size, *choice), choice[1]))
+        if size not in self._bests:
+            choices = [NONE, *((which, n) for which, width in enumerate(self._widths) for n in range(1, width + 1))]
+            rated = [(self.expected(choice) / self.cost(size, *choice), choice[1], choice) for choice in choices]
+            self._bests[size] = max(rated, key=lambda each: each[:2])[2]
+        return self._bests[size]
 
     def _possible(self, choice: Choice) -> bool:
         drafter, drafts = choice

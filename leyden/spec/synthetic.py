@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from leyden.ops.reference.sample import uniform
+_NUMBERS = 2**16
+_APART = 4099  # how far the numbers of two slots are apart
 
 
 class Synthetic:
@@ -16,13 +17,13 @@ class Synthetic:
 
     def __init__(self, rates: Sequence[float], seed: int, device: torch.device | str):
         self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
-        self._seed = seed
+        # a table, since drawing a number where it is needed would take longer than what is measured
+        self._chances = torch.rand(_NUMBERS, generator=torch.Generator().manual_seed(seed)).to(device)
 
     def kept(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Drafts that are kept in each of R sequences, int64 [R]; slots and positions (of the anchors) int64 [R].
 
         One number decides over all drafts of a sequence, so that each rate is met by itself, and by those before it.
         """
-        seed = torch.full_like(slots, self._seed)
-        chance = uniform(seed, positions.long(), slots[:, None])
-        return (chance < self._rates).sum(1)
+        chance = self._chances[(slots * _APART + positions) % _NUMBERS]
+        return (chance[:, None] < self._rates).sum(1)

@@ -9,6 +9,8 @@ from leyden.synthetic.toolbox import (
     NEW,
     Call,
     Setting,
+    Tool,
+    answering_tool,
     box,
     box_without,
     call,
@@ -20,12 +22,16 @@ from leyden.synthetic.toolbox import (
     some_tool,
 )
 
+ASKED = 0.2  # of single requests in training are questions
 _TRIES = 30  # at different calls of the same tool
 
 
 def single(draw: Draw, thinking: bool) -> Example:
     """One call out of a box of one to six tools."""
     setting = some_setting(draw, thinking)
+    if draw.unseen(ASKED):
+        wanted, text = question(draw, answering_tool(draw, setting), setting)
+        return _calling(draw, setting, [wanted], text, draw.pick((1, 1, 2, 3, 4)))
     tool = some_tool(draw, setting)
     wanted = explicit_call(draw, tool, setting) if draw.chance(0.15) else call(draw, tool, setting)
     return _calling(draw, setting, [wanted], request(draw, wanted.ask), draw.pick((1, 2, 2, 3, 3, 4, 5, 6)))
@@ -60,7 +66,10 @@ def parallel(draw: Draw, thinking: bool) -> Example:
 def none_fits(draw: Draw, thinking: bool) -> Example:
     """No tool of the box can do it: the code that the system prompt asks for."""
     setting = some_setting(draw, thinking)
-    if draw.unseen(NEW):
+    asked = draw.unseen(ASKED)
+    if asked:
+        absent = answering_tool(draw, setting)
+    elif draw.unseen(NEW):
         absent = new_tool(draw, setting)
     else:
         absent = made_tool(draw, setting, groups=IRREPLACEABLE) if draw.chance(0.6) else listed_tool(draw, setting)
@@ -68,9 +77,13 @@ def none_fits(draw: Draw, thinking: bool) -> Example:
     code = draw.word("no_tool_code")
     conversation = Conversation(draw, thinking)
     conversation.system(*today_rule(draw, setting), draw.text("rule.no_tool", code=code))
-    ask = call(draw, absent, setting).ask
-    conversation.user(request(draw, ask))
-    conversation.answer(code, f"needed: {ask}\ntool: none")
+    if asked:
+        wanted, text = question(draw, absent, setting)
+    else:
+        wanted = call(draw, absent, setting)
+        text = request(draw, wanted.ask)
+    conversation.user(text)
+    conversation.answer(code, f"needed: {wanted.ask}\ntool: none")
     return conversation.example("answer", code, tools, setting)
 
 
@@ -95,6 +108,12 @@ def missing(draw: Draw, thinking: bool) -> Example:
 def request(draw: Draw, ask: str) -> str:
     """An imperative as a user writes it."""
     return draw.text("tools.request", ask=ask)
+
+
+def question(draw: Draw, tool: Tool, setting: Setting) -> tuple[Call, str]:
+    """A call of `tool` to answer a question, and the question as a user writes it."""
+    wanted = call(draw, replace(tool, ask=tool.questions), setting, optional=0.2)
+    return replace(wanted, tool=tool), draw.text("tools.question", ask=wanted.ask)
 
 
 def _calling(draw: Draw, setting: Setting, wanted: list[Call], text: str, size: int) -> Example:

@@ -8,7 +8,7 @@ All choices are made from Random.random(), whose sequence Python keeps across ve
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -124,6 +124,19 @@ def _known() -> tuple[str, ...]:
 
 
 @cache
+def _spoken() -> tuple[str, ...]:
+    """The words of the train split's phrases, in lower case: pieces of the vocabulary that no value would have."""
+
+    def lines(entry: Any) -> Iterator[str]:
+        for key, value in entry.items() if isinstance(entry, dict) else enumerate(entry):
+            if key != "heldout":
+                yield from [value] if isinstance(value, str) else lines(value)
+
+    texts = (re.sub(r"\{\W?\w+\}", " ", line) for name in ("phrases", "parts") for line in lines(table(name)))
+    return tuple(sorted({word for text in texts for word in re.findall(r"\b[a-z]{3,9}\b", text.lower())} - _unwanted()))
+
+
+@cache
 def _modifiers() -> tuple[str, ...]:
     """Words of the train split that can stand before a noun."""
     pools = (pool(name, "train") for name in ("noun", "product", "topic", "machine", "event", "field_text", "tag"))
@@ -217,14 +230,17 @@ class Draw:
             new = self.invent()
             if part[0].isupper() and len(part[0]) > 1:
                 return new.upper()
+            if name == "last_name" and self.chance(0.1):
+                return self.pick(("Mc", "Mac", "De", "Le", "Van", "Fitz")) + new.capitalize()
             return new.capitalize() if part[0][0].isupper() else new
 
         return re.sub(r"[A-Za-z]+", made, word)
 
     def invent(self) -> str:
-        """A word that means nothing: of syllables, of halves of two words, of a prefix, a stem and a suffix, or of any
-        letters. No held-out word, nor one that begins like a short one (ids are cut from the front of words)."""
-        match self.pick("ssshhhnnnl"):
+        """A word that means nothing: of syllables, of halves of two words, of a prefix, a stem and a suffix, of a word
+        of the phrases and something after or before it, or of any letters. No held-out word, nor one that begins like
+        a short one (ids are cut from the front of words)."""
+        match self.pick("ssshhhnnnwwwwwl"):
             case "s":
                 count = self.pick((1, 2, 2, 2, 3))
                 parts = (self.pick(_ONSETS) + self.pick(_VOWELS) + self.pick(_CODAS) for _ in range(count))
@@ -235,6 +251,11 @@ class Draw:
             case "n":
                 stem = self.pick(_known())[: self.between(3, 6)]
                 word = self.pick(("", "", self.pick(_PREFIXES))) + stem + self.pick(("", *self.sample(_SUFFIXES, 2)))
+            case "w":
+                spoken, end = self.pick(_spoken()), self.pick(_known())[-self.between(2, 5) :]
+                word = self.pick(
+                    (spoken + self.pick(_SUFFIXES), spoken + end, self.pick(_PREFIXES) + spoken, end + spoken)
+                )
             case _:
                 word = "".join(self.pick("abcdefghijklmnopqrstuvwxyz") for _ in range(self.between(3, 8)))
         word = word[:14]

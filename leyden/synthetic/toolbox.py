@@ -56,6 +56,7 @@ class Tool:
     ask: tuple[str, ...]
     returns: tuple[tuple[str, str], ...] = ()
     verb: str = ""  # of a new tool
+    questions: tuple[str, ...] = ()  # what it answers, as `ask`
 
     def schema(self, described: bool, defaults: bool) -> dict[str, Any]:
         """The tool as the OpenAI API takes it, with or without descriptions and defaults of its parameters."""
@@ -169,6 +170,7 @@ def new_tool(draw: Draw, setting: Setting, noun: str = "", verb: str = "", retur
         ask=(ask,),
         returns=tuple(fields.items()) if returning else (),
         verb=verb,
+        questions=(draw.pick(texts["questions"]).format(**words) + placed,) if verb in texts["looking"] else (),
     )
 
 
@@ -324,6 +326,20 @@ def _steps(name: str, value: values.Value) -> list[str]:
     return [value.working, line] if value.working else [line]
 
 
+def answering_tool(draw: Draw, setting: Setting) -> Tool:
+    """A tool that a question can be answered with, for training."""
+    while True:
+        match draw.below(3):
+            case 0:
+                tool = new_tool(draw, setting, verb=draw.pick(table("tools")["new"]["looking"]))
+            case 1:
+                tool = made_tool(draw, setting)
+            case _:
+                tool = _build(draw, setting, draw.pick(_listed(draw.split, returning=False)))
+        if tool.questions:
+            return tool
+
+
 def file_tool(draw: Draw, setting: Setting) -> Tool:
     """A tool that prints a file, with the path alone as parameter; both splits have one of their own."""
     return _build(draw, setting, table("tools")["file"][draw.split])
@@ -412,6 +428,7 @@ def _build(draw: Draw, setting: Setting, entry: dict[str, Any], noun: str = "") 
         params=tuple(params),
         ask=tuple(written(t) for t in (noun and heldout and entry["heldout"]) or entry["ask"]),
         returns=tuple(entry.get("returns", {}).items()),
+        questions=tuple(written(t) for t in entry.get("questions", ())),
     )
 
 

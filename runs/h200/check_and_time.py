@@ -1,6 +1,6 @@
 """Checks every CUDA kernel against its reference, then times kernels and whole decode steps on real shapes.
 
-usage: python3 runs/h200/check_and_time.py [SECTION ...]      (without arguments those of USUAL; under 200 seconds)
+usage: python3 runs/h200/check_and_time.py [SECTION ...]      (without arguments those of USUAL; some seven minutes)
 
 Fresh random inputs each time; weights of 23 layers in rotation, so that nothing is measured out of the L2 cache; each
 figure is a CUDA graph replayed. A section that fails prints its error and the next one runs. With $OUT set, the results
@@ -24,19 +24,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import compare
+import speculation
 import torch
 from compare import error, stored, wide
 from torch import Tensor
 
 from leyden import ops
+from leyden.bench import kernels as table_of
+from leyden.bench.kernels import graph, replay
 from leyden.cache.pool import Pool, PoolShape
 from leyden.config.model import ModelConfig
 from leyden.formats.fp8 import FP8
-from leyden.formats.nvfp4 import NVFP4
+from leyden.formats.nvfp4 import NVFP4, arrange
 from leyden.model import checkpoint
 from leyden.model.context import Context
 from leyden.ops.rows import Rows
-from leyden.ops.triton import attention, conv, launch, linear, moe, nvfp4, scan, ssm
+from leyden.ops.triton import attention, conv, launch, linear, moe, nvfp4, packed, scan, ssm
 
 CONFIG = ModelConfig(
     pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
@@ -56,6 +59,7 @@ EXPERTS, CHOICES = CONFIG.n_routed_experts, CONFIG.num_experts_per_tok
 EXPERT, SHARED = CONFIG.moe_intermediate_size, CONFIG.shared_expert_width
 Q, KV = (CONFIG.num_attention_heads, CONFIG.head_dim), (CONFIG.num_key_value_heads, CONFIG.head_dim)
 QUERIES, KEYS = Q[0] * Q[1], KV[0] * KV[1]
+FOUR_BITS = {1: 1000, 8: 3000, 32: 5800, 64: 9300, 128: 15500, 256: 25000}  # tok/s, the bars in the release's formats
 VLLM = {1: 297, 8: 1144, 32: 2378, 64: 3702, 128: 6288}  # tok/s, the peer's BF16 row
 READ = 4.46e12  # bytes/s
 BF = torch.bfloat16
@@ -74,40 +78,12 @@ def record(name: str, value: object) -> None:
         Path(out, "results.json").write_text(json.dumps(RESULTS, indent=1))
 
 
-def graph(run: Callable[[], object], prepare: int = 2) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(prepare):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    made = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(made):
-        run()
-    return made
-
-
-def replay(made: torch.cuda.CUDAGraph, warm: int = 3, timed: int = 10, rounds: int = 3) -> float:
-    """Milliseconds of one replay: median of `rounds`."""
-    for _ in range(warm):
-        made.replay()
-    times = []
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(timed):
-            made.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / timed)
-    return sorted(times)[len(times) // 2]
-
-
 def each(name: str, runs: Sequence[Callable[[], object]], bytes_each: float = 0) -> float:
     """Microseconds of one of `runs`, all of them in one graph, one after the other; nan if they cannot run."""
     try:
         us = replay(graph(lambda: [run() for run in runs])) * 1e3 / len(runs)
+    except TimeoutError:
+        raise
     except Exception as error:
         say(f"  {name:44s} {type(error).__name__}: {str(error)[:200]}")
         return float("nan")
@@ -162,7 +138,41 @@ def info() -> None:
     record("GEMM TFLOP/s", 2 * 8192**3 / ms / 1e9)
 
 
+def check_joined() -> None:
+    """Ops that are made of others, and those of drafter networks."""
+    for count in (1, 8):
+        x, residual, w, bias = (
+            randn(count, H),
+            randn(count, H),
+            randn(H),
+            randn(EXPERTS, scale=0.1, dtype=torch.float32),
+        )
+        gate = randn(EXPERTS, H, scale=0.02, dtype=torch.float32)
+        got = ops.add_norm_route(x, residual, w, 1e-5, gate, bias, CHOICES, 1, 1, True, 2.5)
+        with ops.using("reference"):
+            wanted = ops.add_norm_route(x, residual, w, 1e-5, gate, bias, CHOICES, 1, 1, True, 2.5)
+        verdict(f"add_norm_route {count}: norm", error(got[0], wanted[0]), 2e-3)
+        verdict("  sum", float((got[1] != wanted[1]).float().mean()), 0)
+        verdict("  ids", float((got[2].sort().values != wanted[2].sort().values).float().mean()), 0.2)  # one near tie
+        verdict("  weights", error(got[3].sort().values, wanted[3].sort().values), 1e-2)
+        matrices = [stored(randn(size, H, scale=0.02)) for size in (QUERIES, KEYS, KEYS)]
+        batch, cache = rows([1000] * count), randn(2, count * 72 + 1, 16, *KV)
+        other = cache.clone()
+        q = ops.qkv_write(x, *matrices, cache, batch)
+        with ops.using("reference"):
+            wanted_q = ops.qkv_write(x.float(), *map(wide, matrices), other, batch)
+        verdict(f"qkv_write {count}", error(q, wanted_q), 4e-3)
+        verdict("  cache", error(cache, other), 1e-3)  # most of it is what was there: a wrong cell would be 1e-2
+        cos, sin, heads = randn(count, 64, dtype=torch.float32), randn(count, 64, dtype=torch.float32), randn(count, *Q)
+        three = [stored(randn(*shape, scale=0.02)) for shape in ((6144, H), (6144, H), (H, 6144))]
+        turned, gated = ops.rotate(heads, cos, sin), ops.swiglu(x, *three)
+        with ops.using("reference"):
+            verdict(f"rotate {count}", error(turned, ops.rotate(heads.float(), cos, sin)), 4e-3)
+            verdict(f"swiglu {count}", error(gated, ops.swiglu(x.float(), *map(wide, three))), 1e-2)
+
+
 def check() -> None:
+    check_joined()
     hidden = H
     for count in (1, 8, 40, 100, 600, 3000):
         x, residual, w = randn(count, hidden), randn(count, hidden), randn(hidden)
@@ -208,8 +218,8 @@ def check() -> None:
             )  # fmt: skip
             states = [(window.clone(), state.clone()) for _ in range(3)]
             exact = window.clone(), state.float()
-            got = ssm.mamba_step(*arguments, *states[0], batch, True, fused=fused)
-            again = ssm.mamba_step(*arguments, *states[2], batch, True, fused=fused)
+            got = ssm.mamba_step(*arguments, *states[0], batch, 5, fused=fused)
+            again = ssm.mamba_step(*arguments, *states[2], batch, 5, fused=fused)
             with ops.using("reference"):
                 wanted = ops.mamba_step(*arguments, *exact, batch)
             name = f"mamba_step {count} {str(activations)[6:]} {str(dtype)[6:]} fused {fused}"
@@ -350,7 +360,7 @@ class Step:
         shape = PoolShape(
             slots=count + 1, pages=count * per + 1, page=16, max_model_len=per * 16,
             kv_dtype=BF, conv_dtype=BF, ssm_dtype=ssm_dtype,
-            dither=True,
+            rounds=5,
         )  # fmt: skip
         self.pool = pool = Pool(CONFIG, shape, "cuda")
         pool.kv.normal_()
@@ -472,6 +482,7 @@ def show(run: Callable[[], object], name: str, most: int = 12) -> None:
 
 
 def kernels() -> None:
+    """What a step launches; each op by itself, in the formats of both releases."""
     for count, dtype in ((1, torch.float32), (64, torch.float16), (256, torch.float16)):
         step = Step(count, ssm_dtype=dtype)
         made = graph(step)
@@ -479,6 +490,15 @@ def kernels() -> None:
         torch.cuda.synchronize()
         show(made.replay, f"step of {count} rows")
         del made, step
+        torch.cuda.empty_cache()
+    roof = table_of.Roof.measured("cuda", BF)
+    for mixed in (False, True):
+        whole = table_of.bench("cuda", True, mixed, 1024)
+        found = [line for count in (1, 8, 64) for line in table_of.measure(whole.at(count), roof)]
+        say(table_of.table(found, roof))
+        for line in found:
+            record(f"op {line.op} {line.batch} {'nvfp4' if mixed else 'bf16'}", line.us)
+        del whole
         torch.cuda.empty_cache()
 
 
@@ -811,7 +831,7 @@ def time_moe() -> None:
 def time_mamba() -> None:
     layers = mixers("Mamba")
     few: tuple[Any, ...] = ((None, True), (None, False))
-    halves = ((64, 8, 80), (32, 4, 80), (64, 4, 168), (32, 4, 64), (64, 8, 64))
+    halves = ((64, 4, 128), (64, 8, 80), (32, 4, 80), (64, 4, 168), (32, 4, 64), (64, 8, 64))
     singles = ((64, 4, 128), (64, 8, 80), (32, 4, 80), (64, 4, 168))
     for count in (1, 8, 64, 256):
         for dtype in (torch.float32, torch.float16):
@@ -824,7 +844,7 @@ def time_mamba() -> None:
                     partial(
                         ssm.mamba_step, p, m.conv1d.weight[:, 0], m.conv1d.bias, m.A_log, m.D, m.dt_bias,
                         (0.0, float("inf")), m.norm.weight, CONFIG.n_groups, 1e-5,
-                        window[m.index], state[m.index], batch, True, shape, fused,
+                        window[m.index], state[m.index], batch, 5, shape, fused,
                     )
                     for m in layers
                 ]  # fmt: skip
@@ -855,68 +875,235 @@ def four_bits(weight: Any) -> None:
     parts["weight_scale_2"].fill_(0.008)
 
 
-def four() -> None:
+def in_few_bits() -> None:
     """Experts, shared experts and head in NVFP4, Mamba in FP8, attention in BF16. The model stays so."""
-    model, layers = MODEL[0], mixers("MoE")
-    head = model.lm_head
-    for m in layers:
+    for m in mixers("MoE"):
         for pair in (m.experts, m.shared_experts):
             four_bits(pair.up_proj)
             four_bits(pair.down_proj)
-    four_bits(head)
-    torch.cuda.empty_cache()
-    one = layers[0]
-    up, down, shared = one.experts.up_proj, one.experts.down_proj, one.shared_experts
-    matrices = up, down, shared.up_proj, shared.down_proj
-    verdict("nvfp4 decoded", float((nvfp4.decoded(up) != up.dense()).float().mean()), 0)
-    exact = [wide(w) for w in matrices]
-    for count in (1, 3, 8, 40, 200, 900):
-        x, w = randn(count, H), torch.rand(count, CHOICES, device="cuda")
-        ids = torch.rand(count, EXPERTS, device="cuda").topk(CHOICES).indices
-        got = ops.moe(x, ids, w, *matrices)
-        with ops.using("reference"):
-            wanted = ops.moe(x.float(), ids, w, *exact)
-        verdict(f"nvfp4 moe {count}", error(got, wanted), 8e-3)
-        wanted = x.float() @ exact[2].dense().t()
-        verdict(f"nvfp4 linear {count}", error(ops.linear(x, shared.up_proj, torch.float32), wanted), 1e-5)
-    del exact, wanted
-    torch.cuda.empty_cache()
+    four_bits(MODEL[0].lm_head)
     for m in mixers("Mamba"):
         for weight in (m.in_proj, m.out_proj):
             weight.allot(FP8(), torch.device("cuda"))
             weight.parts["weight"].copy_(torch.randn(weight.shape, device="cuda").mul_(32).to(torch.float8_e4m3fn))
             weight.parts["weight_scale"].fill_(0.02 / 32)
-    for count in (1, 8, 40, 100):
-        x, weight = randn(count, H), mixers("Mamba")[0].in_proj
-        wanted = x.float() @ wide(weight).dense().t()
-        verdict(f"fp8 linear {count}", error(ops.linear(x, weight), wanted), 4e-3)
-        each(f"fp8 in_proj M={count}", [partial(ops.linear, x, m.in_proj) for m in mixers("Mamba")], PROJECTED * H)
-    size = prod(head.shape) * 9 / 16
-    for shape in ((16, 128, 4), (8, 128, 4), (16, 64, 4), (8, 64, 4), (32, 64, 4)):
-        x, out = randn(1, H), torch.empty(1, VOCABULARY, device="cuda")
-        each(f"nvfp4 head M=1 {shape}", [partial(nvfp4.vector, x, head, out, False, None, 0, shape)] * 4, size)
-        h, picked = torch.empty(CHOICES, EXPERT, dtype=BF, device="cuda"), torch.arange(CHOICES, device="cuda") * 7
-        runs = [partial(nvfp4.vector, x, m.experts.up_proj, h, True, picked, 0, shape) for m in layers]
-        each(f"nvfp4 up M=1 {shape}", runs, CHOICES * EXPERT * H * 9 / 16)
-    for count in (8, 32):
-        x = randn(count, H)
-        each(f"nvfp4 head M={count}", [partial(ops.linear, x, head, torch.float32)] * 4, size)
-    for count in (1, 8, 64, 256):
-        drawn = [torch.rand(count, EXPERTS, device="cuda").topk(CHOICES).indices for _ in layers]
-        touched = sum(i.unique().numel() for i in drawn) / len(drawn)
+    torch.cuda.empty_cache()
+
+
+def tried(name: str, run: Callable[[], None]) -> None:
+    """One failure must not hide the figures after it."""
+    try:
+        run()
+    except TimeoutError:
+        raise
+    except Exception as error:
+        VERDICTS.append(False)
+        say(f"  FAIL {name}: {type(error).__name__}: {str(error)[:300]}")
+
+
+def check_few_bits() -> None:
+    one, mamba, head = mixers("MoE")[0], mixers("Mamba")[0], MODEL[0].lm_head
+    up, down, shared = one.experts.up_proj, one.experts.down_proj, one.shared_experts
+    matrices = up, down, shared.up_proj, shared.down_proj
+
+    def dequantized(weight: Any) -> Tensor:
+        values: Tensor = weight.format.dequantize(weight.parts, torch.float32)
+        return values
+
+    exact = [stored(dequantized(w)) for w in matrices]
+
+    def decoding() -> None:
+        wanted = up.dense()
+        assert arrange(up)
+        verdict("nvfp4 decoded", float((nvfp4.decoded(up) != wanted).float().mean()), 0)
+        verdict("nvfp4 in tiles", float((up.dense() != wanted).float().mean()), 0)
+
+    def layer(count: int) -> None:
+        x, w = randn(count, H), torch.rand(count, CHOICES, device="cuda")
+        ids = torch.rand(count, EXPERTS, device="cuda").topk(CHOICES).indices
+        if count == 200:  # more rows for one expert than a program takes at once
+            ids[:, 0] = torch.where((ids[:, 1:] == 5).any(1), ids[:, 0], 5)
+        got, again = ops.moe(x, ids, w, *matrices), ops.moe(x, ids, w, *matrices)
+        with ops.using("reference"):
+            wanted = ops.moe(x.float(), ids, w, *exact)
+        verdict(f"nvfp4 moe {count}", error(got, wanted), 8e-3)
+        verdict(f"nvfp4 moe {count} twice the same bits", float((got != again).float().mean()), 0)
+
+    def product(count: int, weight: Any, name: str) -> None:
+        x = randn(count, weight.shape[1])
+        wanted = x.float() @ dequantized(weight).t()
+        verdict(name, error(ops.linear(x, weight, torch.float32), wanted), 1e-4 if count <= 256 else 4e-3)
+
+    tried("decoding", decoding)
+    for count in (1, 2, 8, 16, 17, 40, 200, 900, 2000):
+        tried(f"nvfp4 moe {count}", partial(layer, count))
+    for count in (1, 8, 40, 256, 300):
+        for name, weight in (("up", shared.up_proj), ("down", shared.down_proj), ("head", head)):
+            tried(f"nvfp4 {name} {count}", partial(product, count, weight, f"nvfp4 {name} {count}"))
+        for name, weight in (("in_proj", mamba.in_proj), ("out_proj", mamba.out_proj)):
+            tried(f"fp8 {name} {count}", partial(product, count, weight, f"fp8 {name} {count}"))
+
+
+def few_bits(count: int) -> list[tuple[str, list[Callable[[], object]], float]]:
+    """(name, runs, bytes of one of them) of the products of a step of `count` rows."""
+    experts, mamba, head = mixers("MoE"), mixers("Mamba"), MODEL[0].lm_head
+    drawn = [torch.rand(count, EXPERTS, device="cuda").topk(CHOICES).indices for _ in experts]
+    touched = sum(i.unique().numel() for i in drawn) / len(drawn)
+    x, inner, pairs = randn(count, H), randn(count, INNER), count * CHOICES
+    joined = SHARED // EXPERT if count <= nvfp4.JOINT_ROWS else 0
+    h = randn(pairs + joined * count, EXPERT)
+    done = torch.empty(pairs + 2 * count, H, dtype=BF, device="cuda")
+    made: list[tuple[str, list[Callable[[], object]], float]] = []
+    for name, source, out, is_up in (("up", x, h, True), ("down", h, done, False)):
+        runs: list[Callable[[], object]] = []
+        for m, ids in zip(experts, drawn, strict=True):
+            pair, shared = (m.experts.up_proj, m.shared_experts.up_proj) if is_up else (
+                m.experts.down_proj, m.shared_experts.down_proj)  # fmt: skip
+            lists = None if count == 1 else moe.listed(ids, EXPERTS)
+            runs.append(partial(packed.product, source, pair, out, count, is_up, CHOICES, ids if count == 1 else None,
+                                lists, shared if joined else None, joined))  # fmt: skip
+            arrange(pair)
+            arrange(shared)
+        made.append((f"nvfp4 {name} M={count} ({touched:.0f})", runs, (touched + joined) * EXPERT * H * 9 / 16))
+    if not joined:
+        hs = randn(count, SHARED)
+        runs = [partial(packed.product, x, m.shared_experts.up_proj, hs, count, True) for m in experts]
+        made.append((f"nvfp4 shared up M={count}", runs, SHARED * H * 9 / 16))
+        runs = [partial(packed.product, hs, m.shared_experts.down_proj, done, count) for m in experts]
+        made.append((f"nvfp4 shared down M={count}", runs, SHARED * H * 9 / 16))
+    made.append((f"nvfp4 head M={count}", [partial(ops.linear, x, head, torch.float32)] * 4, VOCABULARY * H * 9 / 16))
+    made.append((f"fp8 in_proj M={count}", [partial(ops.linear, x, m.in_proj) for m in mamba], PROJECTED * H))
+    made.append((f"fp8 out_proj M={count}", [partial(ops.linear, inner, m.out_proj) for m in mamba], INNER * H))
+    if count == 1:  # what more rows take
+        p = torch.empty(1, PROJECTED, dtype=BF, device="cuda")
+        runs = [partial(packed.product, x, m.in_proj, p, 1) for m in mamba]
+        made.append(("fp8 in_proj M=1 by fragments", runs, PROJECTED * H))
+        runs = [partial(packed.product, inner, m.out_proj, done, 1) for m in mamba]
+        made.append(("fp8 out_proj M=1 by fragments", runs, INNER * H))
+    return made
+
+
+def ladder_few_bits(label: str) -> None:
+    for count in (1, 8, 32, 64, 128, 256):
+        try:
+            step = Step(count, ssm_dtype=torch.float16)
+            made = graph(step)
+            ms = replay(made, 10, 25, 3)
+            assert step.out is not None and bool(step.out.isfinite().all()), "logits are not finite"
+            bar = FOUR_BITS[count]
+            rate = count / ms * 1e3
+            say(f"  B {count:3d}: {ms:.3f} ms/step {rate:6.0f} tok/s in the formats of the release, {label};"
+                f" bar {bar}: {rate / bar:.2f}")  # fmt: skip
+            record(f"step {count} nvfp4 {label}", ms)
+            del made, step
+            torch.cuda.empty_cache()
+        except TimeoutError:
+            raise
+        except Exception:
+            say(f"  B {count}: {traceback.format_exc(limit=-3)}")
+
+
+def four() -> None:
+    """Checks first; then whole steps, the products of a step, and the layer's experts as a whole."""
+    in_few_bits()
+    check_few_bits()
+    ladder_few_bits("as chosen")
+    for count in (1, 8, 32, 64, 128, 256):
+        for one in few_bits(count):
+            each(*one)
+        drawn = [torch.rand(count, EXPERTS, device="cuda").topk(CHOICES).indices for _ in mixers("MoE")]
         x, w = randn(count, H), torch.rand(count, CHOICES, device="cuda")
         runs = [
-            partial(ops.experts, x, i, w, m.experts.up_proj, m.experts.down_proj)
-            for m, i in zip(layers, drawn, strict=True)
-        ]
-        each(f"nvfp4 experts M={count} ({touched:.0f})", runs, 2 * touched * EXPERT * H * 9 / 16)
-    for count in (1, 8, 64, 256):
-        step = Step(count, ssm_dtype=torch.float16)
-        ms = replay(graph(step), 10, 30, 3)
-        say(f"  B {count}: {ms:.3f} ms/step {count / ms * 1e3:.0f} tok/s in the formats of the release")
-        record(f"step {count} nvfp4", ms)
-        del step
-        torch.cuda.empty_cache()
+            partial(ops.moe, x, i, w, m.experts.up_proj, m.experts.down_proj, m.shared_experts.up_proj,
+                    m.shared_experts.down_proj)
+            for m, i in zip(mixers("MoE"), drawn, strict=True)
+        ]  # fmt: skip
+        touched = sum(i.unique().numel() for i in drawn) / len(drawn)
+        each(f"nvfp4 moe M={count} ({touched:.0f})", runs, 2 * (touched * EXPERT + SHARED) * H * 9 / 16)
+    each("nvfp4 experts decoded", [partial(nvfp4.decoded, m.experts.up_proj) for m in mixers("MoE")[:4]],
+         EXPERTS * EXPERT * H * (9 / 16 + 2))  # fmt: skip
+    step = Step(8, ssm_dtype=torch.float16)
+    show(graph(step).replay, "step of 8 rows in the formats of the release")
+    for tokens in (2048, 8192):
+        ids, context = prompt(tokens)
+
+        def once(ids: Tensor = ids, context: Context = context) -> Tensor:
+            hidden, _ = MODEL[0](ids, context)
+            logits: Tensor = MODEL[0].logits(hidden[-1:])
+            return logits
+
+        def timed(once: Callable[[], Tensor] = once, tokens: int = tokens) -> None:
+            once()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            once()
+            once()
+            end.record()
+            torch.cuda.synchronize()
+            ms = begin.elapsed_time(end) / 2
+            say(f"  prompt of {tokens}: {ms:.1f} ms, {tokens / ms * 1e3:.0f} tok/s in the formats of the release")
+            record(f"prefill {tokens} nvfp4", tokens / ms * 1e3)
+
+        tried(f"prompt of {tokens}", timed)
+
+
+def tune(seconds: float = 75) -> None:
+    """Other ways of cutting the products, while there is time: the most used first; then whole steps with the best."""
+    if MODEL[0].lm_head.format.name == "dense":
+        in_few_bits()
+    ended, before = time.monotonic() + seconds, packed.chosen
+    forced: list[packed.Shape] = []
+    keys: list[tuple[float, int, int, int, int]] = []
+    best: dict[tuple[float, int, int, int, int], packed.Shape] = {}
+
+    def chosen(*key: Any) -> packed.Shape:
+        keys.append(key)
+        return forced[0] if forced else best.get(key) or before(*key)
+
+    def timed(runs: Sequence[Callable[[], object]], *shape: packed.Shape) -> float:
+        forced[:] = shape
+        try:
+            return replay(graph(lambda: [run() for run in runs]), 2, 5, 3) * 1e3 / len(runs)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            say(f"  {shape}: {type(error).__name__}: {str(error)[:120]}")
+            return float("inf")
+        finally:
+            forced.clear()
+
+    packed.chosen = chosen  # type: ignore[assignment]
+    for count in (1, 8, 64, 256, 32, 128):
+        for name, runs, size in few_bits(count):
+            if time.monotonic() > ended:
+                break
+            keys.clear()
+            results = [(timed(runs), "as chosen")]
+            if not keys:
+                continue  # one row in FP8 goes another way
+            key = keys[0]
+            groups = min(4, -(-int(key[0]) // 8))
+            shapes = [(1, 1, 4, 4), (1, 1, 8, 8), (1, 1, 2, 4), (2, 1, 4, 4), (2, 1, 2, 4), (2, 1, 1, 4)]
+            if key[0] > 4:
+                near = sorted({max(1, groups - 1), groups, min(4, groups + 1)})
+                cuts = (2, 1), (2, 2), (2, 4), (1, 4), (1, 1)
+                shapes = [(tiles, g, split, 4) for g in near for tiles, split in cuts] + [(1, groups, 8, 8)]
+            for shape in shapes:
+                if time.monotonic() > ended:
+                    break
+                us = timed(runs, packed.Shape(*shape))
+                results.append((us, str(shape)))
+                if us < results[0][0] * 0.99 and us == min(results)[0]:
+                    best[key] = packed.Shape(*shape)
+            results.sort()
+            say(f"  {name:28s} {size / results[0][0] / 1e6:5.2f} TB/s: "
+                + ", ".join(f"{shape} {us:.1f}" for us, shape in results[:6]))  # fmt: skip
+            record(f"tune {name}", results)
+    say(f"  better than chosen: { {key: tuple(vars(shape).values()) for key, shape in best.items()} }")
+    try:
+        ladder_few_bits("with the best")
+    finally:
+        packed.chosen = before
 
 
 def time_attention() -> None:
@@ -933,16 +1120,24 @@ def time_attention() -> None:
         torch.cuda.empty_cache()
 
 
+def speculate() -> None:
+    """Steps with drafts as graphs: see speculation.py. The model of the other sections makes room."""
+    MODEL.clear()
+    speculation.texts("cuda", say, verdict)
+    speculation.speeds("cuda", say, record, ("bf16", "nvfp4"), True, show)
+
+
 SECTIONS = {
     "info": (info, 30), "check": (check, 80), "build": (build, 30), "bisect": (bisect, 40), "whole": (whole, 40),
-    "halves": (halves, 30), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 30),
+    "halves": (halves, 30), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 60),
     "engine": (engine, 60), "guesses": (guesses, 30), "sample": (time_sample, 30),
     "mamba": (time_mamba, 50), "moe": (time_moe, 100), "linear": (time_linear, 80), "pdl": (without_pdl, 30),
-    "small": (time_small, 40), "attention": (time_attention, 40), "four": (four, 60),
+    "small": (time_small, 40), "attention": (time_attention, 40), "four": (four, 150), "tune": (tune, 130),
+    "speculation": (speculate, 150),
 }  # fmt: skip
 USUAL = (
     "info", "check", "build", "whole", "halves", "prefill", "parts", "kernels", "engine", "guesses", "sample", "mamba",
-    "moe", "four",
+    "moe", "four", "tune", "speculation",
 )  # fmt: skip
 
 
@@ -955,7 +1150,7 @@ def main(names: list[str]) -> None:
     for name, (section, limit) in SECTIONS.items():
         if name not in (*(names or USUAL), "info", "build"):
             continue
-        left = 300 - (time.monotonic() - START)
+        left = 540 - (time.monotonic() - START)
         if left < 10:
             say(f"== {name}: no time left")
             continue

@@ -19,7 +19,8 @@ from leyden.ops.registry import Op
 
 Call = Callable[..., Any]
 HALVES = torch.bfloat16, torch.float16
-WRITES = {"mamba_step", "causal_conv", "ssd_scan", "kv_write", "put"}  # ops that change their arguments
+ROUTES = "route", "add_norm_route"
+WRITES = {"mamba_step", "causal_conv", "ssd_scan", "kv_write", "qkv_write", "put"}  # ops that change their arguments
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
@@ -76,11 +77,11 @@ def by_op(step: Callable[[], object]) -> dict[str, dict[str, Any]]:
         with ops.using("reference"):
             exact = run(*(wide(a) for a in copied()))
             wanted = run(*args)
-        if op.name == "route":
-            flips = float((got[0].sort().values != wanted[0].sort().values).float().mean())
+        if op.name in ROUTES:  # whose last two results are ids and weights
+            flips = float((got[-2].sort().values != wanted[-2].sort().values).float().mean())
             found["route, share of ids"].append((flips, 0.0, flips))
-            got, exact = got[1].sort().values, exact[1].sort().values
-            near = wanted[1].sort().values
+            got, exact = got[-1].sort().values, exact[-1].sort().values
+            near = wanted[-1].sort().values
             found["route, weights"].append((error(got, exact), error(near, exact), error(got, near)))
             return wanted
         for i, parts in enumerate(
@@ -143,8 +144,10 @@ def trace(
             else:
                 with ops.using("reference"):
                     out = run(*weights)
-        if op.name == "route":
-            routes.append(out)
+        if op.name == "add_norm_route" and routing is not None:
+            out = *out[:-2], *routing[len(routes)]
+        if op.name in ROUTES:
+            routes.append(out[-2:])
         return out
 
     with calling(instead):

@@ -25,9 +25,9 @@ from triton.runtime.jit import JITFunction
 
 from leyden.formats import Weight
 from leyden.formats.fp8 import FP8
-from leyden.formats.nvfp4 import NVFP4
+from leyden.formats.nvfp4 import NVFP4, Tiled
 from leyden.ops.rows import Rows
-from leyden.ops.triton import attention, conv, linear, moe, norm, nvfp4, sample, scan, ssm
+from leyden.ops.triton import attention, conv, draft, linear, moe, norm, nvfp4, qkv, sample, scan, ssm
 
 SHARED = 232_448  # bytes that a program can have
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -109,9 +109,9 @@ def mamba() -> None:
         for dtype in (F32, F16):
             states = empty(count + 1, 3, 6144), empty(count + 1, 64, 64, 128, dtype=dtype)
             one, few = (empty(count, 10304), rows([1] * count)), (empty(4 * count, 10304), rows([4] * count))
-            under(f"step {count}", ssm.mamba_step, one[0], *layer, *tail, *states, one[1], True)
+            under(f"step {count}", ssm.mamba_step, one[0], *layer, *tail, *states, one[1], 5)
             under(f"verify {count}", ssm.mamba_verify, few[0], *layer, *tail, *states, ring, few[1])
-            under(f"replay {count}", ssm.mamba_replay, *layer, 8, *states, ring, numbers, numbers, numbers, True)
+            under(f"replay {count}", ssm.mamba_replay, *layer, 8, *states, ring, numbers, numbers, numbers, 5)
     for lens in ([700], [300, 300]):
         tokens, batch = sum(lens), rows(lens)
         projected, state = empty(tokens, 10304), empty(3, 64, 64, 128, dtype=F32)
@@ -124,6 +124,8 @@ def mamba() -> None:
 def attend() -> None:
     for dtype in (BF, E4M3):
         cache = empty(2, 200, 16, 2, 128, dtype=dtype)
+        x, matrices = empty(1, 2688), [weight(size, 2688) for size in (4096, 256, 256)]
+        under("qkv", qkv.qkv_write, x, *matrices, cache, rows([1]), 0.5, 0.5)
         for lens in ([1], [1] * 64, [4], [8] * 4, [700]):
             batch, tokens, label = rows(lens), sum(lens), f"attention {lens[0]} x {len(lens)}"
             k = empty(tokens, 2, 128)
@@ -137,16 +139,18 @@ def attend() -> None:
 def products() -> None:
     for count in (1, 2, 8, 16, 64):
         for size, k in ((10304, 2688), (2688, 4096), (256, 2688), (131072, 2688)):
-            x, plain, eight, four = empty(count, k), *(weight(size, k, format=f) for f in (None, FP8(), NVFP4()))
+            x, plain, eight, four = empty(count, k), *(weight(size, k, format=f) for f in (None, FP8(), Tiled(NVFP4())))
             if count <= linear.NARROW_ROWS:
                 under(f"{count} x {size}", linear.linear, x, plain)
             under(f"{count} x {size} fp8", linear.linear_fp8, x, eight)
             under(f"{count} x {size} nvfp4", nvfp4.linear_nvfp4, x, four, F32)
     gate = empty(128, 2688, dtype=F32), empty(128, dtype=F32)
     shapes = (128, 1856, 2688), (128, 2688, 1856), (3712, 2688), (2688, 3712)
-    dense, packed = ([weight(*shape, format=form) for shape in shapes] for form in (None, NVFP4()))
+    dense, packed = ([weight(*shape, format=form) for shape in shapes] for form in (None, Tiled(NVFP4())))
     for count in (1, 2, 8, 16, 64, 256, 600, 3000):
         x, ids, scores = empty(count, 2688), empty(count, 6, dtype=torch.int64), empty(count, 6, dtype=F32)
+        if count == 1:
+            under("sum and route", moe.add_norm_route, x, x, empty(2688), 1e-5, *gate, 6, 1, 1, True, 2.5)
         if count <= moe.ROUTE_ROWS:
             under(f"route {count}", moe.route, x, *gate, 6, 1, 1, True, 2.5)
         if count <= moe.DENSE_ROWS:
@@ -154,17 +158,27 @@ def products() -> None:
         else:
             under(f"experts {count}", moe.experts, x, ids, scores, *dense[:2])
         if count <= 256:
-            under(f"experts {count} nvfp4", nvfp4.experts_nvfp4, x, ids, scores, *packed[:2])
+            under(f"experts {count} nvfp4", nvfp4.moe_nvfp4, x, ids, scores, *packed)
     under("decoded nvfp4", nvfp4.decoded, packed[0])
 
 
 def rest() -> None:
     for count in (1, 8, 64, 256):
         x, logits = empty(count, 2688), empty(count, 131072, dtype=F32)
+        if count < 64:
+            heads, angles = empty(count, 32, 128), empty(count, 64, dtype=F32)
+            under(f"rotate {count}", draft.rotate, heads, angles, angles)
+            wide, narrow = weight(6144, 2688), weight(2688, 6144)
+            under(f"swiglu {count}", draft.swiglu, x, wide, wide, narrow)
         under(f"norms {count}", norm.add_rms_norm, x, x, empty(2688), 1e-5)
         floats, ints = empty(count, 6, dtype=F32), empty(count, 2, dtype=torch.int64)
         k, seeds = ints[:, 0], ints[:, 1]
         columns = floats[:, 0], k, floats[:, 1], floats[:, 2], seeds, seeds.contiguous()
+        slots, ids = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int64)
+        for width in (1, 3, 7):
+            drawn = torch.zeros(count, width + 1, dtype=torch.int64)
+            under(f"drafts {count} x {width}", draft.begin_drafts, slots, ids, drawn, slots, width)
+            under(f"accept {count} x {width}", draft.accept, drawn, drawn[:, :-1], ids, drawn[:, 0], drawn, ids)
         under(f"sample {count}", sample.sample, logits, *columns)
 
 

@@ -1,6 +1,6 @@
 """Makes pocket's drafters, DFlash and DSpark, from what run.py has left in OUT.
 
-    python runs/pocket/drafters.py --out OUT          on one GPU, about three minutes each on an H200
+    python runs/pocket/drafters.py --out OUT          on one GPU, about a minute each on an H200
     python runs/pocket/drafters.py --out OUT --tiny   a toy, for the toy of run.py --tiny
 
     OUT/dflash/, OUT/dspark/    folders of `leyden train drafter`: model/, log.jsonl, curves.png, acceptance.json
@@ -18,7 +18,7 @@ from pathlib import Path
 from leyden.train.command import main as train
 
 METHODS = ("dflash", "dspark")
-FULL = ["--steps", "1500", "--warmup", "60", "--batch-tokens", "32768", "--anchors", "32"]
+FULL = ["--steps", "700", "--warmup", "60", "--batch-tokens", "32768", "--anchors", "32"]
 FULL += ["--optimizer", "muon", "--lr", "4e-3"]
 TINY = ["--steps", "2", "--warmup", "1", "--batch-tokens", "4096", "--anchors", "4", "--taps", "2"]
 
@@ -36,8 +36,8 @@ def main() -> int:
     out = arguments.out
     answers = next(file for name in ("own", "heldout") if (file := out / f"{name}.safetensors").exists())
     for method in arguments.methods:
-        words = ["drafter", "--method", method, "--target", out / "run/model", "--out", out / method]
-        words += ["--data", out / "train.safetensors", "--heldout", answers]
+        words = ["drafter", "--method", method, "--target", out / "pocket/model", "--out", out / method]
+        words += ["--data", out / "calls.safetensors", "--heldout", answers]
         words += [*(TINY if arguments.tiny else FULL), "--time-limit", arguments.time_limit]
         words += ["--steps", arguments.steps] if arguments.steps else []
         words += ["--resume"] if (out / method / "state.safetensors").exists() else []

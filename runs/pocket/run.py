@@ -8,6 +8,8 @@ What a stage has made is not made again, so the same command goes on after an in
     OUT/start/               config.json, tokenizer, chat template
     OUT/train.safetensors    rendered examples; heldout.safetensors: of templates and words that training never sees
     OUT/run/                 the folder of `leyden train`: model/, log.jsonl, curves.png, state.safetensors
+    OUT/calls.safetensors    more examples, most of them with tools, for a second and shorter training
+    OUT/pocket/              the folder of that one; OUT/pocket/model is the result
     OUT/results.json         accuracy by kind of task, loss, accepted drafts
     OUT/answers.jsonl        what the model said to each held-out prompt; own.safetensors: the same as token ids
 """
@@ -38,6 +40,7 @@ HERE = Path(__file__).parent
 SEED = 0
 PIECE = 1000  # examples that one process makes at a time
 SHARD_BYTES = 15_000_000
+CALLING = ("call", "parallel", "none_fits", "missing", "retry", "chain", "again", "corrected")
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,16 @@ class Plan:
     answer_tokens: int  # most tokens of an answer
     seconds: float  # of training; the number of steps follows from the measured speed
     flags: tuple[str, ...]  # of leyden train
+    second_examples: int
+    second_seconds: float
+    second_flags: tuple[str, ...]  # in addition to `flags`
 
 
 def full() -> Plan:
     return Plan(
         config=json.loads((HERE / "config.json").read_text()),
         tokenizer_examples=20_000,
-        examples=600_000,
+        examples=700_000,
         heldout=1_000,
         prompts=500,
         answer_tokens=640,
@@ -65,6 +71,9 @@ def full() -> Plan:
             *("--optimizer", "muon", "--lr", "4e-3", "--warmup", "100", "--batch-tokens", "65536"),
             *("--prompt-weight", "0.1", "--mtp-depths", "3", "--mtp-weight", "0.3"),
         ),
+        second_examples=240_000,
+        second_seconds=210,
+        second_flags=("--lr", "2e-3", "--warmup", "50"),
     )
 
 
@@ -80,6 +89,9 @@ def tiny() -> Plan:
         answer_tokens=16,
         seconds=10,
         flags=("--optimizer", "muon", "--lr", "4e-3", "--warmup", "2", "--batch-tokens", "4096"),
+        second_examples=100,
+        second_seconds=5,
+        second_flags=("--lr", "2e-3"),
     )
 
 
@@ -91,32 +103,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of training, instead of as many as fit")
     parser.add_argument("--config", type=Path, help="keys that replace those of config.json, to try another model")
     parser.add_argument("--data", type=Path, help="folder of another run, whose tokenizer and data are taken")
-    parser.add_argument("--until", choices=("data", "training", "evaluation"), default="evaluation")
+    parser.add_argument("--second-seconds", type=float, help="of the second training, instead of the recipe's")
+    parser.add_argument("--until", choices=("data", "training", "second", "evaluation"), default="evaluation")
     arguments = parser.parse_args()
     plan, out = tiny() if arguments.tiny else full(), arguments.out
     if arguments.config:
         plan.config.update(json.loads(arguments.config.read_text()))
     out.mkdir(parents=True, exist_ok=True)
-    start, run = out / "start", out / "run"
-    data = arguments.data or out
-    train, heldout = data / "train.safetensors", data / "heldout.safetensors"
+    start, data = out / "start", arguments.data or out
+    train, calls, heldout = (data / f"{name}.safetensors" for name in ("train", "calls", "heldout"))
     stage("tokenizer", start / "config.json", lambda: make_start(plan, start, arguments.data))
-    stage("training data", train, lambda: make_data(plan.examples, "train", start, train))
-    stage("held-out data", heldout, lambda: make_data(plan.heldout, "heldout", start, heldout))
-    seconds = arguments.seconds or plan.seconds
-    flags = ["--model", str(start), "--data", str(train), "--heldout", str(heldout), *plan.flags]
+    stage("training data", train, lambda: make_data("train", start, train, Part(0, plan.examples)))
+    stage("more data", calls, lambda: make_data("train", start, calls, *second_parts(plan)))
+    stage("held-out data", heldout, lambda: make_data("heldout", start, heldout, Part(0, plan.heldout)))
     if arguments.until == "data":
         return
-    stage("speed", out / "steps.json", lambda: choose_steps(flags, seconds, arguments.steps, out / "steps.json"))
-    steps = json.loads((out / "steps.json").read_text())["steps"]
-    flags += ["--out", str(run), "--steps", str(steps), "--time-limit", str(1.2 * seconds)]
-    flags += ["--shard-bytes", str(SHARD_BYTES)]
-    with timed("training"):
-        training(flags, run)
+    common = ["--heldout", str(heldout), "--shard-bytes", str(SHARD_BYTES), *plan.flags]
+    first = Training("pretrain", start, train, out / "run", arguments.seconds or plan.seconds, common)
+    first.go(arguments.steps)
     if arguments.until == "training":
         return
+    flags = [*common, *plan.second_flags]
+    seconds = arguments.second_seconds or plan.second_seconds
+    Training("sft", out / "run/model", calls, out / "pocket", seconds, flags).go(arguments.steps)
+    if arguments.until == "second":
+        return
     with timed("evaluation"):
-        evaluation(plan, run, start, heldout, out)
+        evaluation(plan, out / "pocket", start, heldout, out)
 
 
 def stage(name: str, result: Path, make: Callable[[], None]) -> None:
@@ -159,59 +172,101 @@ def make_start(plan: Plan, start: Path, other: Path | None) -> None:
     (start / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n")
 
 
-def make_data(count: int, split: str, start: Path, result: Path) -> None:
-    jobs = [(start, split, first, min(PIECE, count - first)) for first in range(0, count, PIECE)]
+@dataclass(frozen=True)
+class Part:
+    """`count` examples of `families` (None: of all) from number `first` on."""
+
+    first: int
+    count: int
+    families: tuple[str, ...] | None = None
+
+    def pieces(self) -> Iterator["Part"]:
+        for done in range(0, self.count, PIECE):
+            yield Part(self.first + done, min(PIECE, self.count - done), self.families)
+
+
+def second_parts(plan: Plan) -> tuple[Part, Part]:
+    """Three of five examples have calls to make; the others are of all kinds, new ones."""
+    calling = plan.second_examples * 3 // 5
+    return Part(0, calling, CALLING), Part(plan.examples, plan.second_examples - calling)
+
+
+def make_data(split: str, start: Path, result: Path, *wanted: Part) -> None:
+    jobs = [(start, split, piece) for part in wanted for piece in part.pieces()]
     parts, shown = [], time.monotonic()
     with get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
         for part in pool.imap(render, jobs):
             parts.append(part)
             if time.monotonic() - shown > 5:
                 shown = time.monotonic()
-                say(f"  {len(parts) * PIECE:,} of {count:,} examples")
+                say(f"  {len(parts) * PIECE:,} of {sum(each.count for each in wanted):,} examples")
     corpus = Corpus.join(parts)
     say(f"  {len(corpus):,} examples, {len(corpus.tokens):,} tokens, {int(corpus.learn.sum()):,} of them to be learned")
     corpus.save(result.with_suffix(".new"))
     result.with_suffix(".new").rename(result)
 
 
-def render(job: tuple[Path, str, int, int]) -> Corpus:
-    start, split, first, count = job
+def render(job: tuple[Path, str, Part]) -> Corpus:
+    start, split, part = job
     tokenizer = Tokenizer.from_folder(start)
     template = ChatTemplate.from_folder(start, tokenizer)
-    made = generate(SEED, count, split, start=first)  # type: ignore[arg-type]
+    made = generate(SEED, part.count, split, part.families, part.first)  # type: ignore[arg-type]
     return Corpus.collect((s.ids, s.learn) for each in made for s in sequences(each, template, tokenizer))
 
 
-def choose_steps(flags: list[str], seconds: float, steps: int | None, result: Path) -> None:
-    """As many steps as fit into the time, by the speed of a few, unless the number is given."""
-    if steps:
-        result.write_text(json.dumps({"steps": steps}) + "\n")
-        return
-    import torch
+@dataclass(frozen=True)
+class Training:
+    """`leyden train kind` from the model or the configuration in `start`, with as many steps as fit into `seconds`."""
 
-    from leyden.train.command import prepare
+    kind: str
+    start: Path
+    data: Path
+    out: Path
+    seconds: float
+    common: list[str]
 
-    trainer, _ = prepare(["pretrain", *flags, "--out", "", "--steps", "1000"])
-    for _ in range(5):
-        trainer.step()
-    began, tokens, timed_steps = time.monotonic(), trainer.tokens, 20 if torch.cuda.is_available() else 3
-    for _ in range(timed_steps):
-        last = trainer.step()
-    last.tolist()  # wait for the device
-    taken = time.monotonic() - began
-    say(f"  {(trainer.tokens - tokens) / taken:,.0f} tokens/s, {taken / timed_steps * 1000:.0f} ms a step")
-    chosen = max(1, int(seconds * timed_steps / taken))
-    result.write_text(json.dumps({"steps": chosen, "seconds_per_step": taken / timed_steps}) + "\n")
+    def go(self, steps: int | None) -> None:
+        file = self.out / "steps.json"
+        stage(f"speed of {self.out.name}", file, lambda: self._choose_steps(steps, file))
+        chosen = json.loads(file.read_text())["steps"]
+        with timed(f"training {self.out.name}"):
+            self._train(["--out", str(self.out), "--steps", str(chosen), "--time-limit", str(1.2 * self.seconds)])
 
+    @property
+    def _flags(self) -> list[str]:
+        return [self.kind, "--model", str(self.start), "--data", str(self.data), *self.common]
 
-def training(flags: list[str], run: Path) -> None:
-    from leyden.train.command import main as train
+    def _choose_steps(self, steps: int | None, result: Path) -> None:
+        """By the speed of a few, unless the number is given."""
+        result.parent.mkdir(parents=True, exist_ok=True)
+        if steps:
+            result.write_text(json.dumps({"steps": steps}) + "\n")
+            return
+        import torch
 
-    if (run / "state.safetensors").exists():
-        flags = [*flags, "--resume"]
-    say(f"  leyden train pretrain {' '.join(flags)}")
-    if train(["pretrain", *flags]) != 0:
-        say("  not all steps are done; the same command goes on")
+        from leyden.train.command import prepare
+
+        trainer, _ = prepare([*self._flags, "--out", "", "--steps", "1000"])
+        for _ in range(5):
+            trainer.step()
+        began, tokens, timed_steps = time.monotonic(), trainer.tokens, 20 if torch.cuda.is_available() else 3
+        for _ in range(timed_steps):
+            last = trainer.step()
+        last.tolist()  # wait for the device
+        taken = time.monotonic() - began
+        say(f"  {(trainer.tokens - tokens) / taken:,.0f} tokens/s, {taken / timed_steps * 1000:.0f} ms a step")
+        chosen = max(1, int(self.seconds * timed_steps / taken))
+        result.write_text(json.dumps({"steps": chosen, "seconds_per_step": taken / timed_steps}) + "\n")
+
+    def _train(self, flags: list[str]) -> None:
+        from leyden.train.command import main as train
+
+        flags = [*self._flags, *flags]
+        if (self.out / "state.safetensors").exists():
+            flags.append("--resume")
+        say(f"  leyden train {' '.join(flags)}")
+        if train(flags) != 0:
+            say("  not all steps are done; the same command goes on")
 
 
 def evaluation(plan: Plan, run: Path, start: Path, heldout: Path, out: Path) -> None:

@@ -77,3 +77,20 @@ def test_llama_needs_its_weights(tmp_path: Path) -> None:
         peers.main([str(tmp_path), "--llama", "/bin"])
     with pytest.raises(ConfigError, match="failed"):
         peers._child(["false"])
+
+
+@pytest.mark.parametrize("method", ["mtp", "dspark"])
+def test_steps_with_drafts_kept_by_decree(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny(tmp_path, "mtp")
+    drafts = json.dumps({"method": method, "num_speculative_tokens": 3})
+    sizes = ["--batches", "2", "--contexts", "20", "--prefill", "", "--repeats", "1", "--threads", "1"]
+    decree = ["--speculative-config", drafts, "--synthetic-acceptance", "3"]
+    if method == "mtp":
+        assert ladder.main([str(tmp_path), *sizes, *decree, "--json"]) == 0
+        (cell,) = json.loads(capsys.readouterr().out.splitlines()[-1])["decode"]
+        assert cell["tokens_per_step"] == pytest.approx(3, abs=0.3) and cell["floor_share"] is None
+    else:
+        assert ladder.main([str(tmp_path), *sizes, *decree]) == 0
+        assert "SYNTHETIC" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--synthetic-acceptance needs --speculative-config"):
+        ladder.main([str(tmp_path), *sizes, *decree[2:]])

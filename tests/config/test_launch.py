@@ -83,6 +83,15 @@ def test_speculative():
         launch("--speculative-config", "3")
 
 
+def test_rounding_of_states():
+    """The words of the published recipes; the flag of the rounds alone rounds nothing."""
+    asked = ("--mamba-ssm-cache-dtype", "float16", "--enable-mamba-cache-stochastic-rounding")
+    made = launch(*asked, "--mamba-cache-philox-rounds", "5")
+    assert made.engine.mamba_cache_philox_rounds == made.engine.state_rounds == 5 and not made.notes("cuda")
+    assert launch(*asked).engine.state_rounds == 10
+    assert launch("--mamba-cache-philox-rounds", "5").engine.state_rounds == 0
+
+
 def test_environment(monkeypatch: pytest.MonkeyPatch):
     made = launch("--hf-token", "t", "--download-dir", "d", "--device-ids", "0,2")
     assert made.environment == {"HF_TOKEN": "t", "HF_HUB_CACHE": "d", "CUDA_VISIBLE_DEVICES": "0,2"}

@@ -69,11 +69,12 @@ def engine(
     step_tokens=64,
     host=(0, 0),
     drafter=None,
+    draft_layers=None,
     **options,
 ) -> Engine:
     draft = DraftShape()
     if drafter is not None:
-        draft = DraftShape(drafter.width, drafter.lookahead, mtp_layers=int(model.mtp is not None))
+        draft = DraftShape(drafter.width, drafter.lookahead, int(model.mtp is not None), draft_layers)
     shape = PoolShape(
         slots=seqs + snapshots + 1,
         pages=pages + 1,

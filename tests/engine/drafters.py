@@ -19,6 +19,7 @@ class Scripted:
     """
 
     taps: tuple[int, ...] = ()
+    steady = False
 
     def __init__(self, width: int, texts: list[list[int]], rule: "Rule", lookahead: int = 0):
         self.width, self.lookahead, self.rule, self.texts = width, lookahead, rule, texts
@@ -131,6 +132,7 @@ class Recurrent:
     """The MTP module of a model, step after step, with keys in the pool behind those of the model."""
 
     taps: tuple[int, ...] = ()
+    steady = True
 
     def __init__(self, width: int, model: Nemotron):
         self.width, self.lookahead, self.model = width, width - 1, model

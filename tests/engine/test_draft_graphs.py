@@ -4,8 +4,12 @@ import pytest
 import torch
 
 from leyden import ops
+from leyden.model import draft_checkpoint
 from leyden.ops.cpu import program
+from leyden.spec.dflash import DFlash
 from leyden.spec.mtp import MTP
+from leyden.spec.schedule import Schedule
+from leyden.testing.drafters import tiny as tiny_drafter
 from leyden.types import Request, SamplingParams
 from tests.engine import drafters
 from tests.engine.conftest import engine, oracle, run, tiny
@@ -60,6 +64,89 @@ def test_recorded_or_not_the_answer_is_the_same(model, width, overlap, monkeypat
     assert calls == [31]
 
 
+class Uneven(Schedule):
+    """Tries 0, 1, 2 ... of the drafts in turns, so that rows of a step have unlike many."""
+
+    turn = 0
+
+    def lengths(self, drafter, confidence):
+        self.turn += 1
+        return [(self.turn + i) % (len(chances) + 1) for i, chances in enumerate(confidence)]
+
+
+KINDS = {
+    "dflash": ("dflash", {}),
+    "dflash with windows": ("dflash", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9}),
+    "dspark": ("dspark", {}),
+    "dspark with a head": ("dspark", {"enable_confidence_head": True, "confidence_head_with_markov": False}),
+    "dspark with a Markov head": ("dspark", {"enable_confidence_head": True, "confidence_head_with_markov": True}),
+}
+
+
+@pytest.mark.parametrize(("kind", "overlap"), [(kind, i % 2 == 0) for i, kind in enumerate(KINDS)])
+def test_a_drafter_network_is_recorded_with_its_confidence(tmp_path, kind, overlap):
+    """Drafts, confidence and what is learned for it are those of steps that are not recorded.
+
+    (Nobody stops at a token: steps that are launched behind it learn a little different things.)
+    """
+    model, (method, keys) = tiny(), KINDS[kind]
+    config = tiny_drafter(tmp_path, model.config, method, **keys)
+    layers = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    made = []
+    for _ in range(2):
+        drafter = DFlash(draft_checkpoint.load(tmp_path, model).requires_grad_(False), model, 3, confident=True)
+        options = {"schedule": Uneven([3], [(1, 9, 3)]), "shorten": True, "coupled": True, "paced": False}
+        made.append(engine(model, seqs=5, drafter=drafter, draft_layers=layers, overlap=overlap, **options))
+    recorded, slow = made
+    slow.runner.draft_graphs.records = False
+    plain = run(engine(model, seqs=5), arrivals()[:-1])
+    said = [watched(each) for each in made]
+    outs = [run(each, arrivals()[:-1]) for each in made]
+    for name, deltas in plain.items():
+        assert [tokens_of(out[name]) for out in outs] == [tokens_of(deltas)] * 2
+    graphs = recorded.runner.draft_graphs
+    assert {key[0] for key in graphs._drafts} == {"whole", "after"} and graphs._drafts.keys() <= graphs._programs.keys()
+    assert not slow.runner.draft_graphs._programs and not recorded.stats().failed_drafts
+    assert len(said[0]) == len(said[1]) > 30
+    for (drafts, confidence), (same, expected) in zip(*said, strict=True):
+        assert drafts == same
+        assert len(drafts) == 0 or len(confidence) == len(drafts)
+        torch.testing.assert_close(torch.tensor(confidence), torch.tensor(expected), atol=1e-4, rtol=1e-4)
+    one, other = (each.runner.drafting._drafters[0]._learned for each in made)
+    assert (one is None) == ("head" in kind)
+    if one is not None:
+        known = one._memory[2]
+        assert torch.equal(known, other._memory[2])
+        torch.testing.assert_close(one._memory * known, other._memory * known, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(one.weights, other.weights, atol=1e-3, rtol=1e-3)
+        assert int(one._at) == int(other._at) > 50 and known.sum() > 20 and one.weights[0] != 0.5
+
+
+def watched(made):
+    """What its drafters will bring: (drafts, confidence) of every step."""
+    found, launch = [], made.runner.run
+
+    def run(*arguments):
+        output = launch(*arguments)
+        if output.drafts is not None:
+            found.append(output.drafts.read())
+        return output
+
+    made.runner.run = run
+    return found
+
+
+def test_a_first_step_of_one_token_spoils_no_recording(tmp_path):
+    """What is learned needs its tables, which come with the first step."""
+    model = tiny()
+    config = tiny_drafter(tmp_path, model.config, "dflash")
+    layers = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    drafter = DFlash(draft_checkpoint.load(tmp_path, model).requires_grad_(False), model, 3, confident=True)
+    made = engine(model, drafter=drafter, draft_layers=layers)
+    assert tokens_of(run(made, [(0, greedy("a", [7], 9))])["a"]) == oracle(model, [7], 9)
+    assert made.runner.draft_graphs._drafts and not made.stats().failed_drafts
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_p14_the_keys_of_the_drafter_are_those_of_the_text(model, overlap):
     prompt = prompt_of(37, 2)
@@ -87,6 +174,21 @@ def test_a_drafter_that_is_not_all_kernels_drafts_by_itself(model):
     graphs = made.runner.draft_graphs
     assert graphs._programs and not graphs._drafts and graphs.records
     assert sum(made.stats().accepted_tokens) > 10 and not made.stats().failed_drafts
+
+
+def test_who_cannot_record_the_end_of_a_step_does_not_sample_twice(model, monkeypatch):
+    """Penalties and banned words are tables of the sampler, which move on with every token it draws."""
+    wish = {"temperature": 0, "frequency_penalty": 0.7, "presence_penalty": 0.4, "banned": [[7, 8], [9]]}
+    asked = [(0, Request(id="a", prompt=prompt_of(9), params=SamplingParams(max_tokens=30, **wish)))]
+    texts = []
+    for records in (True, False):
+        made = engine(model, drafter=MTP(model, 3))
+        graphs, reach = made.runner.draft_graphs, made.runner.pool.reach
+        graphs.records = records
+        monkeypatch.setattr(made.runner.pool, "reach", lambda slots, at, reach=reach: reach(slots, at.tolist()))
+        texts.append(tokens_of(run(made, asked)["a"]))
+        assert not graphs.records and [key[0] for key in graphs._programs] == ["forward"] * records
+    assert texts[0] == texts[1] and len(texts[0]) == 30
 
 
 def test_the_end_of_the_context_is_not_recorded(model):

@@ -13,6 +13,7 @@ from leyden.config.model import ModelConfig
 from leyden.engine.engine import Engine
 from leyden.engine.memory import Split, divide
 from leyden.errors import ConfigError
+from leyden.ops.cpu.program import types
 from leyden.testing import checkpoints
 from leyden.types import Request, SamplingParams
 from tests.engine.conftest import TINY
@@ -164,11 +165,14 @@ def test_a_drafter_takes_room():
 
 def test_states_are_rounded_at_random_where_they_are_fp16_and_that_is_asked_for():
     fp16, asked = {"mamba_ssm_cache_dtype": "float16"}, {"enable_mamba_cache_stochastic_rounding": True}
-    for settings, wanted in (({}, False), (fp16, False), (asked | fp16, True)):
+    five = {"mamba_cache_philox_rounds": 5}
+    for settings, wanted in (({}, 0), (fp16 | five, 0), (asked | fp16, 10), (asked | fp16 | five, 5)):
         config = EngineConfig(model="m", max_num_seqs=2, **settings)
-        assert divide(config, TINY, torch.float32, "cpu", 4 * MIB).shape.dither is wanted
+        assert divide(config, TINY, torch.float32, "cpu", 4 * MIB).shape.rounds == wanted
     with pytest.raises(ConfigError, match="needs --mamba-ssm-cache-dtype float16"):
         EngineConfig(model="m", **asked)
+    with pytest.raises(ConfigError, match="philox-rounds must not be negative, got -1"):
+        EngineConfig(model="m", mamba_cache_philox_rounds=-1)
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
@@ -182,6 +186,6 @@ def test_an_engine_rounds_its_states_at_random(tmp_path: Path, drafts: int):
         made = Engine.load(EngineConfig(model=str(tmp_path), speculative_config=spec, **sizes, **more))
         made.submit(Request(id="a", prompt=[3, 4, 5], params=SamplingParams(temperature=0, max_tokens=20)))
         texts.append([token for _ in range(40) if made.busy for delta in made.step() for token in delta.token_ids])
-        assert made.runner.pool.shape.dither and made.runner.pool.ssm.dtype == torch.float16
-        assert not made.stats().failed_drafts
+        assert made.runner.pool.shape.rounds == 10 and made.runner.pool.ssm.dtype == torch.float16
+        assert not made.stats().failed_drafts and (made.runner.recorded_steps > 1 or torch.float16 not in types)
     assert texts[0] == texts[1] and len(texts[0]) == 20

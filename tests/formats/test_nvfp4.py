@@ -3,7 +3,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from leyden.formats.nvfp4 import NVFP4, from_e2m1, pack, to_e2m1, unpack
+from leyden.errors import ConfigError
+from leyden.formats import Weight
+from leyden.formats.nvfp4 import NVFP4, Tiled, arrange, from_e2m1, pack, restore, to_e2m1, unpack
 from tests.formats import reference
 
 
@@ -91,3 +93,49 @@ def test_nibbles() -> None:
     packed = pack(codes)
     assert packed.tolist() == [[0x10, 0x32, 0x54, 0x76], [0x98, 0xBA, 0xDC, 0xFE]]
     assert torch.equal(unpack(packed), codes)
+
+
+@pytest.mark.parametrize("shape", [(48, 192), (3, 32, 64)])
+def test_tiles_hold_the_same(shape: tuple[int, ...]) -> None:
+    random = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randint(0x7F if name == "weight_scale" else 256, size, generator=random, dtype=torch.uint8)
+        for name, (size, _) in NVFP4().tensors(shape, torch.float32).items()
+        if name != "weight_scale_2"
+    }
+    tensors["weight_scale"] = tensors["weight_scale"].view(torch.float8_e4m3fn)
+    tensors["weight_scale_2"] = torch.rand(shape[:-2], generator=random)
+    format = Tiled(NVFP4())
+    tiles = format.tile(tensors)
+    assert {name: (tuple(t.shape), t.dtype) for name, t in tiles.items()} == format.tensors(shape, torch.float32)
+    wanted = NVFP4().dequantize(tensors, torch.float32)
+    assert torch.equal(format.dequantize(tiles, torch.float32), wanted)
+    back = format.untile(tiles)
+    assert torch.equal(back["weight_scale"].view(torch.uint8), tensors["weight_scale"].view(torch.uint8))
+    kept = (tensors["weight_scale"].float() != 0).repeat_interleave(8, -1)
+    assert torch.equal(back["weight"], tensors["weight"] * kept)
+    if shape[-1] > 64:
+        assert torch.equal(format.dequantize(format.shard(tiles, -1, 1, 3), torch.float32), wanted[..., 64:128])
+    else:
+        assert torch.equal(format.dequantize(format.shard(tiles, -2, 1, 2), torch.float32), wanted[..., 16:, :])
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (2, 16, 128)])
+def test_there_and_back(shape: tuple[int, ...]) -> None:
+    weight = Weight(*shape, dtype=torch.float32, format=NVFP4())
+    for name, tensor in NVFP4().quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0))).items():
+        weight.parts[name].copy_(tensor)
+    before, dense = {name: part.clone() for name, part in weight.parts.items()}, weight.dense()
+    assert arrange(weight) and arrange(weight) and weight.format == Tiled(NVFP4())
+    assert torch.equal(weight.dense(), dense)
+    restore(weight)
+    assert weight.format == NVFP4() and weight.parts.keys() == before.keys()
+    assert all(torch.equal(weight.parts[name].view(torch.uint8), before[name].view(torch.uint8)) for name in before
+               if before[name].dim())  # fmt: skip
+    odd = Weight(24, 64, dtype=torch.float32, format=NVFP4())
+    assert not arrange(odd) and odd.format == NVFP4()
+
+
+def test_tiles_are_whole() -> None:
+    with pytest.raises(ConfigError, match="tiles of 16 x 64; a matrix has"):
+        Tiled(NVFP4()).tensors((24, 64), torch.float32)

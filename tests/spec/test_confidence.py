@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from leyden import ops
 from leyden.model.context import Context
-from leyden.spec.confidence import Confidence, certainty
+from leyden.spec.confidence import Confidence
 from leyden.spec.drafter import Heads, Seen
 from tests import batches
 from tests.train.examples import CONFIG
@@ -14,11 +15,11 @@ SLOTS = 5
 
 
 def test_certainty_is_the_log_odds_of_the_most_likely_token():
-    logits = torch.randn(3, 2, 7)
+    logits = torch.randn(6, 7)
     most = logits.double().softmax(-1).amax(-1)
-    torch.testing.assert_close(certainty(logits), (most / (1 - most)).log().float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ops.certainty(logits), (most / (1 - most)).log().float(), atol=1e-5, rtol=1e-5)
     sure = torch.tensor([[30.0, 0.0], [1e4, 0.0], [0.0, float("-inf")]])  # where 1 - p has no digits left
-    assert certainty(sure).tolist() == [30.0, 40.0, 40.0]
+    assert ops.certainty(sure).tolist() == [30.0, 40.0, 40.0]
 
 
 def heads(slots: list[int], position: int) -> Heads:
@@ -28,9 +29,9 @@ def heads(slots: list[int], position: int) -> Heads:
     return Heads(torch.tensor(slots), zeros, positions, zeros, torch.zeros(n, 1), starts)
 
 
-def logits_of(scores: torch.Tensor) -> torch.Tensor:
-    """fp32 [..., 2] with this certainty; below 0 it is the other token that is likelier."""
-    return torch.stack([scores, torch.zeros_like(scores)], -1)
+def logits_of(scores: torch.Tensor) -> list[torch.Tensor]:
+    """fp32 [R, 2] with the certainty of each place; below 0 it is the other token that is likelier."""
+    return list(torch.stack([scores, torch.zeros_like(scores)], -1).unbind(1))
 
 
 def seen(rows: list[tuple[int, int, list[bool]]]) -> Seen:
@@ -61,6 +62,7 @@ def test_a_logistic_law_is_found(truth: tuple[float, float, float]):
         chance = 1 / (1 + np.exp(-(slope * scores.numpy() + bias)))
         right = random.random((4, 2)) < chance
         learned.learn(seen([(slot, step, row.tolist()) for slot, row in zip(slots, right, strict=True)]))
+        learned.settle()
     assert learned.weights.tolist() == pytest.approx(list(truth), abs=0.25)
 
 
@@ -79,6 +81,7 @@ def test_only_drafts_of_ours_whose_fate_is_known_count():
 def test_garbage_is_not_learned_from():
     learned = Confidence(SLOTS, 2, torch.device("cpu"))
     for step in range(40):
-        learned.estimate(heads([1], step), torch.full((1, 2, 3), float("nan")))
+        learned.estimate(heads([1], step), [torch.full((1, 3), float("nan"))] * 2)
         learned.learn(seen([(1, step, [True, True])]))
+        learned.settle()
     assert learned.weights.tolist() == [0.5, -0.2, -0.2]

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, product
 from math import log2
 from operator import mul
@@ -10,16 +10,35 @@ from pathlib import Path
 
 import pytest
 
-from leyden.spec.schedule import Schedule, admit, allot, budget
+from leyden.spec.schedule import Schedule, Speed, admit, budget
 
 VECTORS = json.loads((Path(__file__).parent.parent / "data/spec/rejection_and_schedule.json").read_text())["scheduler"]
 SPS = {int(tokens): speed for tokens, speed in VECTORS["sps"].items()}
 
 
+def allot(confidence: Sequence[Sequence[float]], speed: Speed) -> list[int]:
+    """The paper's algorithm as it stands there: drafts are added, the likeliest first, as long as more tokens a second
+    are to be expected. Whether one is tried then never depends on those behind it, which rejection sampling needs to
+    stay exact. (Ours does not: it draws the same tokens whatever is tried, so budget() looks ahead.)"""
+    lengths, kept = [0] * len(confidence), float(len(confidence))
+    best = kept * speed(len(confidence))
+    survivals = [list(accumulate(chances, mul)) for chances in confidence]
+    drafts = sorted((-s, place, row) for row, chances in enumerate(survivals) for place, s in enumerate(chances))
+    for tokens, (survival, _, row) in enumerate(drafts, start=len(confidence) + 1):
+        kept -= survival
+        if kept * speed(tokens) <= best:
+            break
+        best = kept * speed(tokens)
+        lengths[row] += 1
+    return lengths
+
+
 @pytest.mark.parametrize("case", VECTORS["multi"])
 def test_vectors_of_several_sequences(case: dict):
     assert case["sps_formula"] == "1/(1+0.08*B)"
-    assert allot(case["confidence"], lambda tokens: 1 / (1 + 0.08 * tokens)) == case["lengths"]
+    speed: Speed = lambda tokens: 1 / (1 + 0.08 * tokens)  # noqa: E731
+    assert allot(case["confidence"], speed) == case["lengths"]
+    assert admit(case["confidence"], budget(case["confidence"], speed)) == case["lengths"]
 
 
 @pytest.mark.parametrize("case", VECTORS["cases"])

@@ -1,4 +1,4 @@
-/* Causal grouped-query attention without rotary embedding, over KV pages or over packed rows. */
+/* Grouped-query attention without rotary embedding: causal over KV pages or packed rows, and that of a drafter's blocks. */
 
 #include "kernels.h"
 
@@ -48,29 +48,33 @@ KERNEL(kv_write, Write) {
         }
 }
 
+/* The store holds the rows' own keys and values, or it ends before them, and k and v are those (a drafter's block). */
 typedef struct {
-    const void *q; /* [tokens, heads * dim] */
-    void *out;     /* [tokens, heads * dim] */
+    const void *q;     /* [tokens, heads * dim] */
+    const void *k, *v; /* [tokens, heads * dim], of the store's heads; or null */
+    const void *sinks; /* [heads] or null: one more score for each query, without a value */
+    void *out;         /* [tokens, heads * dim] */
     float *parts;  /* [tokens, heads, splits, dim + 2], if there are splits: sums, then maximum and total of weights */
     float *desk;   /* [threads, desk_size]: room to work in */
     Store store;
     Rows rows;
-    int64_t heads, q_stride, block, splits, desk_size, type;
+    int64_t heads, q_stride, k_stride, v_stride, block, splits, desk_size, type, sink_type;
+    int64_t causal, window; /* whether a row's later tokens are hidden; how many positions are seen before a row, 0: all */
     double scale;
 } Attention;
 
 /* Queries of one block: `block` tokens with all the heads that share a key head, one after the other.
 
-With F32, queries are scaled copies, keys and values are widened. With BF16 where the machine multiplies pairs of that,
-queries and keys stay where they are, and two keys' values lie side by side: (v0[0], v1[0]), (v0[1], v1[1]), ... */
+With F32, queries are copies, keys and values are widened. With BF16 where the machine multiplies pairs of that, queries
+stay where they are, two keys' values lie side by side: (v0[0], v1[0]), (v0[1], v1[1]), ..., and so do the same two
+elements of all keys: (k0[0], k0[1]), (k1[0], k1[1]), ... */
 typedef struct {
     int64_t count, width;      /* queries, elements of each in memory: dim, rounded up */
     float *q, *sums;           /* [count, width] */
-    float *keys, *values;      /* [TILE, width] */
+    float *keys, *values;      /* [TILE, width]; in pairs [width / 2, TILE, 2] and [TILE / 2, width, 2] of BF16 */
     float *weights;            /* [count, TILE] */
     float *most, *total;       /* [count] */
-    float *limit;              /* [count]: positions from here on are the query's future */
-    const char *key[TILE];     /* the tile's keys, as they are or widened */
+    float *first, *limit;      /* [count]: the query sees positions from `first` to before `limit` */
     const char *query[MOST_QUERIES];
     float scale;               /* of the scores */
 } Desk;
@@ -81,39 +85,54 @@ enum { PAIRS = 1 };
 enum { PAIRS = 0 };
 #endif
 
-INLINE vec score_part(vec score, const char *query, const char *key, __attribute__((unused)) const int narrow) {
+/* Scores of M queries with the keys of the tile, to where their weights will be. */
+INLINE void compare(const Desk *d, int64_t m, const int M, __attribute__((unused)) const int narrow) {
 #if WIDTH == 64 && defined(__AVX512BF16__)
-    if (narrow)
-        return _mm512_dpbf16_ps(score, (__m512bh)_mm512_loadu_si512(query), (__m512bh)_mm512_loadu_si512(key));
+    if (narrow) {
+        vec score[4][TILE / LANES] = {};
+        for (int64_t pair = 0; pair < d->width / 2; pair++)
+            for (int i = 0; i < M; i++) {
+                int32_t both;
+                memcpy(&both, d->query[m + i] + 4 * pair, 4);
+                for (int j = 0; j < TILE / LANES; j++) {
+                    const __m512bh keys = (__m512bh)_mm512_loadu_si512(d->keys + pair * TILE + j * LANES);
+                    score[i][j] = _mm512_dpbf16_ps(score[i][j], keys, (__m512bh)_mm512_set1_epi32(both));
+                }
+            }
+        for (int i = 0; i < M; i++) memcpy(d->weights + (m + i) * TILE, score[i], sizeof score[i]);
+        return;
+    }
 #endif
-    return score + load_all(query, F32) * load_all(key, F32);
+    for (int64_t i = m; i < m + M; i++)
+        for (int64_t j = 0; j < TILE; j += LANES) {
+            vec score[LANES] = {};
+            for (int64_t e = 0; e < d->width; e += LANES)
+                for (int key = 0; key < LANES; key++)
+                    score[key] += load_all(d->query[i] + 4 * e, F32) * load_all(d->keys + (j + key) * d->width + e, F32);
+            store_all(sums(score), d->weights + i * TILE + j, F32);
+        }
 }
 
-/* Scores of a query with the keys of the tile at `start`, then weights: exp(score - largest so far). What was summed
-with an older maximum shrinks by the factor that is returned. */
+/* From a query's scores with the tile at `start` to weights: exp(score - largest so far). What was summed with an older
+maximum shrinks by the factor that is returned. */
 INLINE float weigh(const Desk *d, int64_t m, int64_t start, const int narrow) {
     float *weights = d->weights + m * TILE;
     vec position = splat((float)start), most = splat(-INFINITY);
     for (int i = 0; i < LANES; i++) position[i] += i;
-    const vec limit = splat(d->limit[m]);
-    const int64_t bytes = d->width * (narrow ? 2 : 4);
+    const vec first = splat(d->first[m]), limit = splat(d->limit[m]);
     for (int64_t j = 0; j < TILE; j += LANES) {
-        vec score[LANES];
-        for (int i = 0; i < LANES; i++) score[i] = (vec){};
-        for (int64_t e = 0; e < bytes; e += WIDTH)
-            for (int i = 0; i < LANES; i++) score[i] = score_part(score[i], d->query[m] + e, d->key[j + i] + e, narrow);
-        const vec seen = pick(position < limit, sums(score) * d->scale, splat(-INFINITY));
+        const vec score = load_all(weights + j, F32) * d->scale;
+        const vec seen = pick((position >= first) & (position < limit), score, splat(-INFINITY));
         memcpy(weights + j, &seen, sizeof seen);
         most = vmax(most, seen);
         position += LANES;
     }
-    float largest = d->most[m];
-    for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+    const float largest = fmaxf(maximum(most), d->most[m]);
     if (largest == -INFINITY) { /* nothing to see yet */
         memset(weights, 0, TILE * sizeof *weights);
         return 1;
     }
-    const float shrink = vexp(splat(d->most[m] - largest))[0];
+    const float shrink = d->most[m] < largest ? vexp(splat(d->most[m] - largest))[0] : 1;
     vec total = {};
     for (int64_t j = 0; j < TILE; j += LANES) {
         const vec w = vexp(load_all(weights + j, F32) - largest);
@@ -155,22 +174,57 @@ INLINE void mix(const Desk *d, int64_t m, int64_t e, const float *shrink, const 
 
 static const char NOTHING[4 * MOST_DIM] __attribute__((aligned(64))); /* a key or value beyond the end */
 
+/* Where the key and the value of `head` at a position of row r are. */
+INLINE void find(const Attention *a, int64_t r, int64_t position, int64_t head, const char **key, const char **value) {
+    const int64_t own = position - a->rows.past[r];
+    if (a->k && own >= 0) {
+        const int64_t token = a->rows.starts[r] + own, size = size_of(a->type), column = head * a->store.dim;
+        *key = (const char *)a->k + (token * a->k_stride + column) * size;
+        *value = (const char *)a->v + (token * a->v_stride + column) * size;
+    } else {
+        const int64_t at = place(&a->store, &a->rows, r, position, head) * size_of(a->store.type);
+        *key = a->store.keys + at;
+        *value = a->store.values + at;
+    }
+}
+
+#if WIDTH == 64 && defined(__AVX512BF16__)
+/* 16 rows of 16 words become columns: fours within each 128 bits first, then the fours. */
+INLINE void transpose(__m512i x[16]) {
+    __m512i y[16];
+    for (int i = 0; i < 16; i += 4) {
+        const __m512i a = _mm512_unpacklo_epi32(x[i], x[i + 1]), b = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+        const __m512i c = _mm512_unpacklo_epi32(x[i + 2], x[i + 3]), d = _mm512_unpackhi_epi32(x[i + 2], x[i + 3]);
+        y[i] = _mm512_unpacklo_epi64(a, c);
+        y[i + 1] = _mm512_unpackhi_epi64(a, c);
+        y[i + 2] = _mm512_unpacklo_epi64(b, d);
+        y[i + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+    for (int i = 0; i < 4; i++) {
+        const __m512i a = _mm512_shuffle_i32x4(y[i], y[4 + i], 0x88), b = _mm512_shuffle_i32x4(y[8 + i], y[12 + i], 0x88);
+        const __m512i c = _mm512_shuffle_i32x4(y[i], y[4 + i], 0xdd), d = _mm512_shuffle_i32x4(y[8 + i], y[12 + i], 0xdd);
+        x[i] = _mm512_shuffle_i32x4(a, b, 0x88);
+        x[4 + i] = _mm512_shuffle_i32x4(c, d, 0x88);
+        x[8 + i] = _mm512_shuffle_i32x4(a, b, 0xdd);
+        x[12 + i] = _mm512_shuffle_i32x4(c, d, 0xdd);
+    }
+}
+#endif
+
 /* Keys and values of positions [start, start + TILE), zeros from `end` on. */
 INLINE void lay_out(const Attention *a, Desk *d, int64_t r, int64_t head, int64_t start, int64_t end,
                     __attribute__((unused)) const int narrow) {
     const Store *s = &a->store;
-    const int kept = s->type;
-    const int64_t dim = s->dim;
-    const char *value[TILE];
+    const int64_t dim = s->dim, past = a->rows.past[r];
+    const char *key[TILE], *value[TILE], *next_key, *next_value;
     for (int64_t j = 0; j < TILE; j++) {
-        const int64_t at = start + j < end ? place(s, &a->rows, r, start + j, head) * size_of(kept) : -1;
-        d->key[j] = at < 0 ? NOTHING : s->keys + at;
-        value[j] = at < 0 ? NOTHING : s->values + at;
+        key[j] = value[j] = NOTHING;
+        if (start + j < end) find(a, r, start + j, head, &key[j], &value[j]);
         if (start + TILE + j < end) { /* pages lie anywhere: only we know what is read next */
-            const int64_t next = place(s, &a->rows, r, start + TILE + j, head) * size_of(kept);
-            for (int64_t e = 0; e < dim * size_of(kept); e += 64) {
-                __builtin_prefetch(s->keys + next + e, 0, 2);
-                __builtin_prefetch(s->values + next + e, 0, 2);
+            find(a, r, start + TILE + j, head, &next_key, &next_value);
+            for (int64_t e = 0; e < dim * size_of(s->type); e += 64) {
+                __builtin_prefetch(next_key + e, 0, 2);
+                __builtin_prefetch(next_value + e, 0, 2);
             }
         }
     }
@@ -186,15 +240,22 @@ INLINE void lay_out(const Attention *a, Desk *d, int64_t r, int64_t head, int64_
                                                                _mm512_castsi256_si512(second));
                 _mm512_storeu_si512(d->values + pair * d->width + e, both);
             }
+        for (int64_t j = 0; j < TILE; j += 16)
+            for (int64_t e = 0; e < dim; e += 32) {
+                __m512i pairs[16];
+                for (int i = 0; i < 16; i++) pairs[i] = _mm512_loadu_si512(key[j + i] + 2 * e);
+                transpose(pairs);
+                for (int i = 0; i < 16; i++) _mm512_storeu_si512(d->keys + (e / 2 + i) * TILE + j, pairs[i]);
+            }
         return;
     }
 #endif
     for (int64_t j = 0; j < TILE; j++) {
+        const int kept = a->k && start + j >= past ? (int)a->type : (int)s->type;
         for (int64_t e = 0; e < d->width; e += LANES) {
-            store_all(load(d->key[j], e, dim, kept), d->keys + j * d->width + e, F32);
+            store_all(load(key[j], e, dim, kept), d->keys + j * d->width + e, F32);
             store_all(load(value[j], e, dim, kept), d->values + j * d->width + e, F32);
         }
-        d->key[j] = (const char *)(d->keys + j * d->width);
     }
 }
 
@@ -204,27 +265,34 @@ INLINE void attend(const Attention *a, Desk *d, int64_t r, int64_t head, int64_t
     const Store *s = &a->store;
     const int type = a->type;
     const int64_t group = a->heads / s->heads, dim = s->dim, start_token = a->rows.starts[r] + first;
-    const int64_t end = a->rows.past[r] + first + tokens; /* the last token sees this many positions */
-    const int64_t tiles = (end + TILE - 1) / TILE;
-    const int64_t from = tiles * split / a->splits * TILE, to = tiles * (split + 1) / a->splits * TILE;
+    const int64_t past = a->rows.past[r], n = a->rows.starts[r + 1] - a->rows.starts[r];
+    const int64_t end = past + (a->causal ? first + tokens : n); /* the last token sees nothing from here on */
+    const int64_t begin = a->window && past + first >= a->window ? past + first - a->window + 1 : 0;
+    const int64_t before = (begin < past ? begin : past) / TILE, tiles = (end + TILE - 1) / TILE - before;
+    const int64_t from = (before + tiles * split / a->splits) * TILE, to = (before + tiles * (split + 1) / a->splits) * TILE;
     d->scale = (float)a->scale;
     for (int64_t m = 0; m < d->count; m++) {
-        const int64_t token = start_token + m / group, offset = (head * group + m % group) * dim;
-        d->query[m] = (const char *)a->q + (token * a->q_stride + offset) * size_of(type);
+        const int64_t i = first + m / group, query = head * group + m % group, window_start = past + i - a->window + 1;
+        d->query[m] = (const char *)a->q + ((a->rows.starts[r] + i) * a->q_stride + query * dim) * size_of(type);
         for (int64_t e = 0; e < d->width; e += LANES) {
             if (!narrow) store_all(load(d->query[m], e, dim, type), d->q + m * d->width + e, F32);
             store_all((vec){}, d->sums + m * d->width + e, F32);
         }
         if (!narrow) d->query[m] = (const char *)(d->q + m * d->width);
-        d->most[m] = -INFINITY;
-        d->total[m] = 0;
-        d->limit[m] = (float)(a->rows.past[r] + first + m / group + 1);
+        d->most[m] = a->sinks ? load_one(a->sinks, query, (int)a->sink_type) : -INFINITY;
+        d->total[m] = a->sinks ? 1 : 0;
+        d->first[m] = a->window ? (float)(window_start < past ? window_start : past) : 0;
+        d->limit[m] = (float)(past + (a->causal ? i + 1 : n));
     }
     for (int64_t start = from; start < to; start += TILE) {
         lay_out(a, d, r, head, start, end, narrow);
         for (int64_t m = 0, some; m < d->count; m += some) {
             float shrink[4];
             some = d->count - m < 4 ? 1 : 4;
+            if (some == 4)
+                compare(d, m, 4, narrow);
+            else
+                compare(d, m, 1, narrow);
             for (int i = 0; i < some; i++) shrink[i] = weigh(d, m + i, start, narrow);
             int64_t e = 0;
             for (; some == 4 && e + 4 * LANES <= d->width; e += 4 * LANES) mix(d, m, e, shrink, 4, 4, narrow);
@@ -253,7 +321,7 @@ INLINE void attend(const Attention *a, Desk *d, int64_t r, int64_t head, int64_t
     }
 }
 
-/* softmax(scale q k^T) v over all positions up to the query's own. */
+/* softmax(scale q k^T) v over the positions that a query sees. */
 KERNEL(attention, Attention) {
     const Store *s = &a->store;
     const int64_t group = a->heads / s->heads, width = (s->dim + LANES - 1) / LANES * LANES, most = a->block * group;
@@ -264,7 +332,8 @@ KERNEL(attention, Attention) {
     d.weights = d.values + TILE * width;
     d.most = d.weights + most * TILE;
     d.total = d.most + most;
-    d.limit = d.total + most;
+    d.first = d.total + most;
+    d.limit = d.first + most;
     const int narrow = PAIRS && a->type == BF16 && s->type == BF16 && s->dim % 32 == 0;
     int64_t unit = 0;
     for (int64_t r = 0; r < a->rows.count; r++) {
@@ -301,78 +370,4 @@ KERNEL(attention_join, Attention) {
             store(y / total, a->out, cell * dim + e, (cell + 1) * dim, a->type);
         }
     }
-}
-
-/* A drafter's blocks: row r of `rows` sees its past in the store, and its own keys and values, which are not there. */
-typedef struct {
-    const void *q, *k, *v; /* [tokens, heads * dim], of the store's heads for k and v */
-    const void *sinks;     /* [heads] or null: one more score for each query, without a value */
-    void *out;             /* [tokens, heads * dim] */
-    float *desk;           /* [threads, desk_size]: room to work in */
-    Store store;
-    Rows rows;
-    int64_t heads, q_stride, k_stride, v_stride, desk_size, type, sink_type, causal, window; /* window 0: none */
-    double scale;
-} Block;
-
-/* The queries of row r that share a key head. They all look at a key before the next one is read. */
-INLINE void attend_block(const Block *a, float *desk, int64_t r, int64_t head, const int type) {
-    const Store *s = &a->store;
-    const int64_t dim = s->dim, width = (dim + LANES - 1) / LANES * LANES, group = a->heads / s->heads;
-    const int64_t start = a->rows.starts[r], past = a->rows.past[r], n = a->rows.starts[r + 1] - start;
-    const int64_t count = n * group, first = a->window && past >= a->window ? past - a->window + 1 : 0;
-    float *q = desk, *sums = q + count * width, *most = sums + count * width, *total = most + count;
-    float key[MOST_DIM + LANES], value[MOST_DIM + LANES];
-    for (int64_t m = 0; m < count; m++) {
-        const int64_t query = head * group + m % group, at = (start + m / group) * a->q_stride + query * dim;
-        for (int64_t e = 0; e < width; e += LANES) {
-            store_all(load((const char *)a->q + at * size_of(type), e, dim, type) * (float)a->scale, q + m * width + e, F32);
-            store_all((vec){}, sums + m * width + e, F32);
-        }
-        most[m] = a->sinks ? load_one(a->sinks, query, (int)a->sink_type) : -INFINITY;
-        total[m] = a->sinks ? 1 : 0;
-    }
-    for (int64_t position = first; position < past + n; position++) {
-        const int64_t own = position - past, at = own < 0 ? place(s, &a->rows, r, position, head) : 0;
-        const int kept = own < 0 ? (int)s->type : type;
-        const char *k = own < 0 ? s->keys + at * size_of(kept)
-                                : (const char *)a->k + ((start + own) * a->k_stride + head * dim) * size_of(kept);
-        const char *v = own < 0 ? s->values + at * size_of(kept)
-                                : (const char *)a->v + ((start + own) * a->v_stride + head * dim) * size_of(kept);
-        for (int64_t e = 0; e < width; e += LANES) {
-            store_all(load(k, e, dim, kept), key + e, F32);
-            store_all(load(v, e, dim, kept), value + e, F32);
-        }
-        for (int64_t m = 0; m < count; m++) {
-            const int64_t i = m / group;
-            if (own < 0 ? a->window && position <= past + i - a->window : a->causal && own > i) continue;
-            vec dot = {};
-            for (int64_t e = 0; e < width; e += LANES) dot += load_all(q + m * width + e, F32) * load_all(key + e, F32);
-            const float score = sum(dot);
-            float shrink = 1;
-            if (score > most[m]) {
-                shrink = vexp(splat(most[m] - score))[0];
-                most[m] = score;
-            }
-            const float weight = vexp(splat(score - most[m]))[0];
-            total[m] = total[m] * shrink + weight;
-            for (int64_t e = 0; e < width; e += LANES) {
-                float *at_sum = sums + m * width + e;
-                store_all(load_all(at_sum, F32) * shrink + load_all(value + e, F32) * weight, at_sum, F32);
-            }
-        }
-    }
-    for (int64_t m = 0; m < count; m++) {
-        const int64_t cell = (start + m / group) * a->heads + head * group + m % group;
-        for (int64_t e = 0; e < dim; e += LANES)
-            store(load_all(sums + m * width + e, F32) / total[m], a->out, cell * dim + e, (cell + 1) * dim, type);
-    }
-}
-
-KERNEL(block_attention, Block) {
-    int64_t unit = 0;
-    for (int64_t r = 0; r < a->rows.count; r++)
-        for (int64_t head = 0; head < a->store.heads; head++)
-            if (unit++ % threads == thread)
-                TYPED(a->type, attend_block(a, a->desk + thread * a->desk_size, r, head, T));
 }

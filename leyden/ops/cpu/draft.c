@@ -65,6 +65,25 @@ KERNEL(accept, Accept) {
 }
 
 typedef struct {
+    const int64_t *anchors; /* [count] */
+    const int32_t *places;  /* [count] */
+    int64_t *tokens;        /* [count, rows] */
+    int32_t *positions;     /* [count, rows] */
+    int32_t *starts;        /* [count + 1] */
+    int64_t count, rows, mask;
+} BeginBlock;
+
+KERNEL(begin_block, BeginBlock) {
+    if (thread) return;
+    for (int64_t r = 0; r < a->count; r++)
+        for (int64_t i = 0; i < a->rows; i++) {
+            a->tokens[r * a->rows + i] = i ? a->mask : a->anchors[r];
+            a->positions[r * a->rows + i] = a->places[r] + i;
+        }
+    for (int64_t r = 0; r <= a->count; r++) a->starts[r] = r * a->rows;
+}
+
+typedef struct {
     const int32_t *places; /* [rows] */
     void *out;             /* [count, rows], 8 or 4 bytes each */
     int64_t rows, count, wide;

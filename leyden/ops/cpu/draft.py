@@ -9,6 +9,7 @@ from leyden.ops.reference import draft as reference
 
 _BEGIN = Kernel("begin_drafts", "tttttttt" + "iii")
 _ACCEPT = Kernel("accept", "ttttttttttt" + "iiiii")
+_BEGIN_BLOCK = Kernel("begin_block", "ttttt" + "iii")
 _AHEAD = Kernel("ahead", "tt" + "iii")
 _COLUMNS = Kernel("columns", "tt" + "iiii")
 _ZERO = torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.ones(1)
@@ -40,6 +41,16 @@ def accept(
     given, made = (drawn, guesses, before, positions, stops, open_at), (kept, counts, newest, ends, at)
     run(_ACCEPT(*given, *made, rows, width - 1, stops.shape[1], *strides), work=0)
     return made
+
+
+def begin_block(anchors: Tensor, places: Tensor, rows: int, mask: int) -> tuple[Tensor, Tensor, Tensor]:
+    known = anchors.dtype == torch.int64 and places.dtype == torch.int32
+    if not (known and anchors.is_contiguous() and places.is_contiguous()):
+        return reference.begin_block(anchors, places, rows, mask)
+    count, starts = len(anchors), empty(len(anchors) + 1, dtype=torch.int32)
+    tokens, positions = (empty(count * rows, dtype=dtype) for dtype in (torch.int64, torch.int32))
+    run(_BEGIN_BLOCK(anchors, places, tokens, positions, starts, count, rows, mask), work=0)
+    return tokens, positions, starts
 
 
 def ahead(places: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -4,16 +4,29 @@ import torch
 from torch import Tensor
 
 from leyden.formats import Weight
-from leyden.ops.cpu.attention import ROWS, STORE, known, pages, places
+from leyden.ops.cpu.attention import ROWS, places
 from leyden.ops.cpu.linear import product
 from leyden.ops.cpu.matrix import fits, matrix
-from leyden.ops.cpu.program import Kernel, apart, empty, has_rows, run, types
+from leyden.ops.cpu.program import Kernel, apart, empty, run, types
 from leyden.ops.reference import draft as reference
 from leyden.ops.rows import Rows
 
+_ANGLES = Kernel("angles", "ttttiid")
 _ROTATE = Kernel("rotate", "ttttiiii")
 _SILU_TIMES = Kernel("silu_times", "tttii")
-_BLOCK = Kernel("block_attention", "tttttt" + STORE + ROWS + "iiiiiiiiid")
+_EXPECT = Kernel("expect", "ttttttt" + "iii")
+_LEARN = Kernel("learn", "tt" + ROWS + "tttt" + "ii")
+_CONFIDENCE = Kernel("confidence", "tttttiiii")
+
+
+def angles(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    known = positions.dtype == torch.int32 and frequencies.dtype == torch.float32
+    if not (known and positions.is_contiguous() and frequencies.is_contiguous()):
+        return reference.angles(positions, frequencies, scale)
+    rows, half = positions.numel(), len(frequencies)
+    cos, sin = (empty(*positions.shape, half, dtype=torch.float32) for _ in range(2))
+    run(_ANGLES(positions, frequencies, cos, sin, rows, half, scale), work=40 * cos.numel())
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -45,19 +58,36 @@ def swiglu(x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
     return out
 
 
-def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, rows: Rows, causal: bool, window: int | None, sinks: Tensor | None
-) -> Tensor:
-    (_, heads, dim), kv_heads = q.shape, k.shape[1]
-    flat = [t.flatten(1) for t in (q, k, v)]
-    alike = q.dtype == k.dtype == v.dtype and all(has_rows(t) for t in flat)
-    plain = cache.dtype in types and cache.is_contiguous() and (sinks is None or sinks.dtype in types)
-    if not (alike and plain and known(q, kv_heads)):
-        return reference.block_attention(q, k, v, cache, rows, causal, window, sinks)
-    size = max(rows.lens) * heads // kv_heads * (2 * (-(-dim // 16) * 16) + 2)
-    desk, out = empty(torch.get_num_threads(), size, dtype=torch.float32), empty(*q.shape, dtype=q.dtype)
-    strides = [t.stride(0) for t in flat]
-    sink_type = types[q.dtype if sinks is None else sinks.dtype]
-    form = (heads, *strides, size, types[q.dtype], sink_type, causal, window or 0, dim**-0.5)
-    run(_BLOCK(*flat, sinks, out, desk, *pages(cache, rows), *places(rows), *form))
+def confidence(hidden: Tensor, also: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+    read = [t for t in (hidden, also) if t is not None]
+    alike = all(t.dtype in types and t.dtype == hidden.dtype and t.is_contiguous() for t in read)
+    if not (alike and weight.dtype == bias.dtype == torch.float32 and weight.is_contiguous()):
+        return reference.confidence(hidden, also, weight, bias)
+    *shape, width = hidden.shape
+    out, more = empty(*shape, dtype=torch.float32), 0 if also is None else also.shape[-1]
+    form = (out.numel(), width, more, types[hidden.dtype])
+    run(_CONFIDENCE(hidden, also, weight, bias, out, *form), work=out.numel() * (width + more))
     return out
+
+
+def expect(scores: Tensor, weights: Tensor, open: Tensor, made_at: Tensor, slots: Tensor, places: Tensor) -> Tensor:
+    whole = slots.dtype == places.dtype == made_at.dtype == torch.int32
+    known = whole and scores.dtype == open.dtype == torch.float32 and weights.dtype == torch.float64
+    if not (known and all(t.is_contiguous() for t in (scores, weights, open, slots, places))):
+        return reference.expect(scores, weights, open, made_at, slots, places)
+    out = empty(*scores.shape, dtype=torch.float32)
+    run(_EXPECT(scores, weights, open, made_at, slots, places, out, *scores.shape, open.shape[1]), work=0)
+    return out
+
+
+def learn(
+    tokens: Tensor, following: Tensor, rows: Rows, open: Tensor, made_at: Tensor, memory: Tensor, at: Tensor
+) -> None:
+    assert rows.slots is not None
+    whole = tokens.dtype == following.dtype == at.dtype == torch.int64
+    whole = whole and rows.slots.dtype == rows.past.dtype == made_at.dtype == torch.int32
+    known = whole and open.dtype == torch.float32 and memory.dtype == torch.float64
+    if not (known and all(t.is_contiguous() for t in (tokens, following, open, memory))):
+        return reference.learn(tokens, following, rows, open, made_at, memory, at)
+    run(_LEARN(tokens, following, *places(rows), open, made_at, memory, at, *memory.shape[1:]), work=0)
+    return None

@@ -139,6 +139,21 @@ INLINE half to_f16(vec x) {
 #endif
 }
 
+/* x without the bits that f16 has not; what is too large becomes the largest number. */
+INLINE vec cut_to_f16(vec x) {
+#if WIDTH == 64
+    return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_ZERO));
+#elif WIDTH == 32 && defined(__F16C__)
+    return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_ZERO));
+#else
+    ivec below = 113 - (ivec)(((uvec)x >> 23) & 0xff); /* how far below the normal numbers */
+    ivec bits = 13 + (below & (below > 0)), none = below > 10;
+    uvec kept = (uvec)x & (~(uvec){} << (uvec)(bits & ~none));
+    vec cut = (vec)((kept & ~(uvec)none) | ((uvec)x & 0x80000000));
+    return vmin(vmax(cut, splat(-65504.0f)), splat(65504.0f));
+#endif
+}
+
 INLINE int64_t size_of(int type) { return type == F32 ? 4 : 2; }
 
 /* LANES elements of a stored type. */
@@ -231,6 +246,16 @@ INLINE float sum(vec x) {
     return x[0] + x[4];
 #else
     return (x[0] + x[2]) + (x[1] + x[3]);
+#endif
+}
+
+INLINE float maximum(vec x) {
+#if WIDTH == 64
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
 #endif
 }
 

@@ -5,22 +5,23 @@
 typedef struct {
     const void *x;     /* [rows, inputs], DOT(type of the matrix) */
     const void *ready; /* the same rows, ready for codes, or null */
-    const void *add;   /* [rows, outputs] or null, like out */
+    const void *add;   /* [rows, outputs] or null, of the type of out */
     void *out;         /* [rows, outputs] */
     char *panels;      /* [threads, PANEL, inputs] of the matrix's type, if it is codes */
     Matrix matrix;     /* [outputs, inputs] */
-    int64_t rows, x_stride, type, square;
+    int64_t rows, x_stride, type, square, add_stride;
 } Linear;
 
 static void finish(const void *context, int64_t m, int64_t n, const float *sums, int64_t count) {
     const Linear *a = context;
     const int type = a->type;
-    const int64_t offset = (m * a->matrix.rows + n) * size_of(type);
+    char *out = (char *)a->out + (m * a->matrix.rows + n) * size_of(type);
+    const char *add = a->add ? (const char *)a->add + (m * a->add_stride + n) * size_of(type) : NULL;
     for (int64_t i = 0; i < count; i += LANES) {
         vec y = load(sums, i, count, F32);
         if (a->square) y = vmax(y, (vec){}) * vmax(y, (vec){});
-        if (a->add) y = rounded(y, type) + load((const char *)a->add + offset, i, count, type);
-        store(y, (char *)a->out + offset, i, count, type);
+        if (add) y = rounded(y, type) + load(add, i, count, type);
+        store(y, out, i, count, type);
     }
 }
 
@@ -35,14 +36,13 @@ KERNEL(linear, Linear) {
     share(m->rows, LANES, thread, threads, &from, &to);
     for (int64_t first = 0; first < a->rows; first += GROUP) {
         const int64_t count = a->rows - first < GROUP ? a->rows - first : GROUP;
-        const int64_t offset = first * m->rows * size_of(a->type);
         for (int64_t i = 0; i < count; i++) {
             x[i] = (const char *)a->x + (first + i) * a->x_stride * size_of(DOT(m->type));
             ready[i] = a->ready ? (const char *)a->ready + (first + i) * ready_size : NULL;
         }
         Linear group = *a;
-        group.out = (char *)a->out + offset;
-        if (a->add) group.add = (const char *)a->add + offset;
+        group.out = (char *)a->out + first * m->rows * size_of(a->type);
+        if (a->add) group.add = (const char *)a->add + first * a->add_stride * size_of(a->type);
         product(x, a->ready ? ready : NULL, count, m, from, to, panel, finish, &group);
     }
 }

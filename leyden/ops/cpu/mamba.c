@@ -4,7 +4,7 @@ Rows of guesses: `verify` tells what they give and leaves the states alone, `rep
 were right. Their inputs wait in a ring, [slots, width, channels + heads]: a replayed row has the first counts[r] tokens
 of its slot there, and what is made of them is [rows, width, ...]. */
 
-#include "kernels.h"
+#include "philox.h"
 
 enum { MOST_TAPS = 8 };
 
@@ -100,6 +100,7 @@ typedef struct {
     double low, high;                  /* of the time step */
     const int32_t *counts;             /* [rows]: of a replay, whose dt is in the ring; else null */
     int64_t width;
+    int64_t rounds;                    /* of Philox, to round an f16 state at random; 0: to nearest */
 } Scan;
 
 enum {
@@ -145,6 +146,42 @@ INLINE char *state_of(const Scan *a, const Head *h) {
     return (char *)a->state + (a->rows.slots[h->row] * a->heads * a->dim + h->first) * h->n * size_of((int)a->state_type);
 }
 
+/* What rounds a part of a state at random, see the reference: eight rows share the random words of a column. */
+typedef struct {
+    uint64_t key;
+    int64_t rounds, first, row, n; /* of the part's first call; of its first dim among the eight */
+} Dice;
+
+enum { EIGHT = 8 };
+
+INLINE Dice dice_of(const Scan *a, const Head *h, int64_t position) {
+    const int64_t dim = h->first - h->head * a->dim, calls = (a->dim + EIGHT - 1) / EIGHT;
+    uint32_t layer;
+    memcpy(&layer, a->A_log + h->head, sizeof layer);
+    return (Dice){
+        .key = layer | (uint64_t)position << 32,
+        .rounds = a->rounds,
+        .first = (h->head * calls + dim / EIGHT) * h->n,
+        .row = LANES < EIGHT ? dim % EIGHT : 0, /* a constant where it can be */
+        .n = h->n,
+    };
+}
+
+/* The words for the dims from i on that share them, columns from v on. */
+INLINE void throw_dice(const Dice *dice, int64_t i, int64_t v, uvec words[4]) {
+    uvec lane;
+    for (int j = 0; j < LANES; j++) lane[j] = (uint32_t)j;
+    words[0] = lane + (uint32_t)(dice->first + (dice->row + i) / EIGHT * dice->n + v);
+    words[1] = words[2] = words[3] = (uvec){};
+    philox(words, dice->key, dice->rounds);
+}
+
+/* What becomes of s, of dim i; it is an f16 then. */
+INLINE vec at_random(const Dice *dice, int64_t i, const uvec words[4], vec s) {
+    const int64_t k = (dice->row + i) % EIGHT;
+    return cut_to_f16((vec)((uvec)s + (words[k / 2] >> (uint32_t)(k % 2 * 16) & 0x1fff)));
+}
+
 /* Time steps and decays of the `count` tokens from `start` on, of the first LANES of them. */
 INLINE void time_steps(const Scan *a, const Head *h, int64_t start, int64_t count, float *dt, float *decay,
                        const int type) {
@@ -157,9 +194,10 @@ INLINE void time_steps(const Scan *a, const Head *h, int64_t start, int64_t coun
 }
 
 /* S = decay S + dt x B^T and y = S C + D x, for LANES dims of a head and one token. S is read from `from` and written to
-`to`, rows of n elements `stride` apart. `pool`: that is where S is read; parts follow each other there. */
+`to`, rows of n elements `stride` apart. `pool`: that is where S is read; parts follow each other there. `dice` may be null. */
 INLINE void step(const Scan *a, const Head *h, int64_t token, float dt, float decay, const void *from, void *to,
-                 int64_t stride, int64_t dims, int pool, const int type, const int from_type, const int to_type) {
+                 int64_t stride, int64_t dims, int pool, const Dice *dice, const int type, const int from_type,
+                 const int to_type) {
     const void *B = (const char *)h->B + token * a->B_stride * size_of(type);
     const void *C = (const char *)h->C + token * a->C_stride * size_of(type);
     const vec x = load((const char *)a->x + token * a->x_stride * size_of(type), h->first, h->end, type);
@@ -169,19 +207,22 @@ INLINE void step(const Scan *a, const Head *h, int64_t token, float dt, float de
     for (int i = 0; i < LANES; i++) y[i] = (vec){};
     for (int64_t v = 0; v < h->n; v += LANES) {
         const vec b = load(B, v, h->n, type), c = load(C, v, h->n, type);
+        uvec words[4];
         if (dims == LANES && v + LANES <= h->n) {
             for (int i = 0; i < LANES; i++) {
                 const int64_t at = i * stride + v;
                 if (pool) __builtin_prefetch((const char *)from + at * size_of(from_type) + AHEAD, 1, 2);
                 const vec s = load_all((const char *)from + at * size_of(from_type), from_type) * decay + b * input[i];
                 y[i] += s * c;
-                store_all(s, (char *)to + at * size_of(to_type), to_type);
+                if (dice && i % EIGHT == 0) throw_dice(dice, i, v, words);
+                store_all(dice ? at_random(dice, i, words, s) : s, (char *)to + at * size_of(to_type), to_type);
             }
         } else {
             for (int i = 0; i < dims; i++) {
                 const vec s = load(from, i * stride + v, i * stride + h->n, from_type) * decay + b * input[i];
                 y[i] += s * c;
-                store(s, to, i * stride + v, i * stride + h->n, to_type);
+                if (dice && i % EIGHT == 0) throw_dice(dice, i, v, words);
+                store(dice ? at_random(dice, i, words, s) : s, to, i * stride + v, i * stride + h->n, to_type);
             }
         }
     }
@@ -203,17 +244,24 @@ INLINE void scan_part(const Scan *a, const Head *h, const int type) {
         const int64_t i = (t - start) % LANES;
         if (i == 0) time_steps(a, h, t, last + 1 - t, dt, decay, type);
         const int in = kept && t == start, out = state && t == last; /* from the pool, to the pool */
-#define STEP(from_type, to_type)                                                                      \
-    step(a, h, t, dt[i], decay[i], in ? (void *)state : desk, out ? (void *)state : desk, h->n, dims, in, type, \
+#define STEP(from_type, to_type, dice)                                                                      \
+    step(a, h, t, dt[i], decay[i], in ? (void *)state : desk, out ? (void *)state : desk, h->n, dims, in, dice, type, \
          from_type, to_type)
-        if (state_type == F32 || (!in && !out))
-            STEP(F32, F32);
-        else if (in && out)
-            TYPED(state_type, STEP(T, T));
-        else if (in)
-            TYPED(state_type, STEP(T, F32));
-        else
-            TYPED(state_type, STEP(F32, T));
+        if (state_type == F32 || (!in && !out)) {
+            STEP(F32, F32, NULL);
+        } else if (out && a->rounds) {
+            const Dice dice = dice_of(a, h, a->rows.past[h->row] + t - start);
+            if (in)
+                STEP(F16, F16, &dice);
+            else
+                STEP(F32, F16, &dice);
+        } else if (in && out) {
+            TYPED(state_type, STEP(T, T, NULL));
+        } else if (in) {
+            TYPED(state_type, STEP(T, F32, NULL));
+        } else {
+            TYPED(state_type, STEP(F32, T, NULL));
+        }
 #undef STEP
     }
 }
@@ -352,6 +400,26 @@ KERNEL(verify, Scan) {
     EACH_PART(a->rows.starts[r + 1] - a->rows.starts[r], a->rows.starts[r], 1, verify_part);
 }
 
+/* The same as write_state() of an f16 state that is rounded at random: the rows that share the words at a time. */
+INLINE void write_at_random(char *S, const Group *g, float whole, float (*input)[LANES], int64_t count, int64_t n,
+                            int64_t dims, const Dice *dice) {
+    enum { ROWS = LANES < EIGHT ? LANES : EIGHT };
+    for (int64_t d = 0; d < dims; d += ROWS)
+        for (int64_t v = 0; v < n; v += LANES) {
+            uvec words[4];
+            vec s[ROWS] = {};
+            for (int i = 0; i < ROWS && whole != 0; i++)
+                if (d + i < dims) s[i] = load(S, (d + i) * n + v, (d + i + 1) * n, F16) * whole;
+            for (int64_t t = 0; t < count; t++) {
+                const vec b = load_all(g->B[t] + v, F32);
+                for (int i = 0; i < ROWS; i++) s[i] += b * input[t][d + i];
+            }
+            throw_dice(dice, d, v, words);
+            for (int i = 0; i < ROWS; i++)
+                if (d + i < dims) store(at_random(dice, i, words, s[i]), S, (d + i) * n + v, (d + i + 1) * n, F16);
+        }
+}
+
 /* S = whole S + sum over t of B_t input_t, `dims` rows of n elements; whole == 0: nothing was there. */
 INLINE void write_state(char *S, const Group *g, float whole, float (*input)[LANES], int64_t count, int64_t n,
                         int64_t dims, const int type) {
@@ -384,6 +452,11 @@ INLINE void replay_part(const Scan *a, const Head *h, const Group *g, const int 
         whole *= decay[t];
     }
     if (!a->rows.past[h->row]) whole = 0;
+    if (a->rounds) {
+        const Dice dice = dice_of(a, h, a->rows.past[h->row] + count - 1);
+        write_at_random(state_of(a, h), g, whole, input, count, h->n, dims, &dice);
+        return;
+    }
     TYPED(a->state_type, write_state(state_of(a, h), g, whole, input, count, h->n, dims, T));
 }
 

@@ -9,7 +9,7 @@ from leyden.ops.reference import mamba as reference
 from leyden.ops.rows import Rows
 
 _CONV = Kernel("causal_conv", "ttttt" + "ttti" + "iiiii" + "iti")
-_SCAN_LAYOUT = "ttttttttt" + "ttti" + "iiiiiiiiiidd" + "ti"
+_SCAN_LAYOUT = "ttttttttt" + "ttti" + "iiiiiiiiiidd" + "tii"
 _SCAN = Kernel("ssd_scan", _SCAN_LAYOUT)
 _VERIFY = Kernel("verify", _SCAN_LAYOUT)
 _REPLAY = Kernel("replay", _SCAN_LAYOUT)
@@ -52,18 +52,20 @@ def ssd_scan(
     chunk: int,
     state: Tensor | None,
     rows: Rows,
+    rounds: int = 0,
 ) -> Tensor:
-    """`chunk` does not matter: tokens are taken one by one, a part of the state at a time."""
+    """`chunk` does not matter: tokens are taken one by one, a part of the state at a time. rounds: as in a step."""
     (_, heads, dim), (_, groups, n) = x.shape, B.shape
     flat = all(t.dtype == x.dtype and t.stride(-1) == 1 for t in (x, dt, B, C))
     flat = flat and x.stride(1) == dim and B.stride(1) == C.stride(1) == n
     if not (flat and x.dtype in types and _kept(state) and n <= _MOST_N):
+        assert not rounds, "for the reference to round at random it takes the whole step"
         return reference.ssd_scan(x, dt, B, C, A_log, D, dt_bias, dt_limit, chunk, state, rows)
     out = empty(*x.shape, dtype=x.dtype)
     state_type = types[x.dtype if state is None else state.dtype]
     strides = (x.stride(0), dt.stride(0), B.stride(0), C.stride(0))
     places, form = _places(rows, state), (heads, dim, groups, n, *strides, types[x.dtype], state_type, *dt_limit)
-    run(_SCAN(x, dt, B, C, A_log, D, dt_bias, state, out, *places, *form, None, 0), work=4 * x.numel() * n)
+    run(_SCAN(x, dt, B, C, A_log, D, dt_bias, state, out, *places, *form, None, 0, rounds), work=4 * x.numel() * n)
     return out
 
 
@@ -81,16 +83,17 @@ def mamba_step(
     conv_state: Tensor,
     ssm_state: Tensor,
     rows: Rows,
-    dither: bool = False,
+    rounds: int = 0,
 ) -> Tensor:
-    if dither and ssm_state.dtype == torch.float16:
+    rounds *= ssm_state.dtype == torch.float16
+    if rounds and not (has_rows(projected) and _kept(ssm_state) and ssm_state.shape[-1] <= _MOST_N):
         parameters = (conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, norm_weight, groups, eps)
-        return reference.mamba_step(projected, *parameters, conv_state, ssm_state, rows, dither)
+        return reference.mamba_step(projected, *parameters, conv_state, ssm_state, rows, rounds)
     heads, n, inner = len(A_log), ssm_state.shape[-1], len(norm_weight)
     z, xBC, dt = projected.split([inner, inner + 2 * groups * n, heads], dim=-1)
     x, B, C = causal_conv(xBC, conv_weight, conv_bias, conv_state, rows).split([inner, groups * n, groups * n], dim=-1)
     x, B, C = x.unflatten(-1, (heads, -1)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
-    y = ssd_scan(x, dt, B, C, A_log, D, dt_bias, dt_limit, 1, ssm_state, rows)
+    y = ssd_scan(x, dt, B, C, A_log, D, dt_bias, dt_limit, 1, ssm_state, rows, rounds)
     return gated_norm(y.flatten(1), z, norm_weight, groups, eps)
 
 
@@ -128,7 +131,7 @@ def mamba_verify(
             _RING(inputs, ring, *places, channels + heads, stride, ring.shape[1], type, types[ring.dtype]),
             _CONV(inputs, conv_weight, conv_bias, conv_state, mixed, *places, *conv_form),
         ),
-        _VERIFY(x, dt, B, C, A_log, D, dt_bias, ssm_state, y, *places, *form, *dt_limit, None, 0),
+        _VERIFY(x, dt, B, C, A_log, D, dt_bias, ssm_state, y, *places, *form, *dt_limit, None, 0, 0),
         work=4 * y.numel() * n,
     )
     return gated_norm(y, z, norm_weight, groups, eps)
@@ -148,26 +151,24 @@ def mamba_replay(
     slots: Tensor,
     past: Tensor,
     counts: Tensor,
-    dither: bool = False,
+    rounds: int = 0,
 ) -> None:
     parameters = (conv_weight, conv_bias, A_log, D, dt_bias)
-    at_random = dither and ssm_state.dtype == torch.float16
-    if at_random or not _guesses_fit(ring[0], conv_weight, conv_bias, conv_state, ssm_state, ring):
+    rounds *= ssm_state.dtype == torch.float16
+    if not _guesses_fit(ring[0], conv_weight, conv_bias, conv_state, ssm_state, ring):
         states = (conv_state, ssm_state, ring, slots, past, counts)
-        return reference.mamba_replay(*parameters, dt_limit, groups, *states, dither)
+        return reference.mamba_replay(*parameters, dt_limit, groups, *states, rounds)
     (_, heads, dim, n), (_, width, columns), rows = ssm_state.shape, ring.shape, len(slots)
     channels, type = columns - heads, types[ring.dtype]
     slots, past, counts = slots.to(torch.int32), past.to(torch.int32), counts.to(torch.int32)
     mixed = empty(rows * width, channels, dtype=ring.dtype)
     x, B, C = mixed.split([heads * dim, groups * n, groups * n], dim=-1)
-    places = (None, past, slots, rows)
+    dt, places = ring[0, :, channels:], (None, past, slots, rows)
     conv_form = (channels, conv_weight.shape[1], columns, type, types[conv_state.dtype], 0, counts, width)
     form = (heads, dim, groups, n, channels, columns, channels, channels, type, types[ssm_state.dtype])
     run(
         _CONV(ring, conv_weight, conv_bias, conv_state, mixed, *places, *conv_form),
-        _REPLAY(
-            x, ring[0, :, channels:], B, C, A_log, D, dt_bias, ssm_state, None, *places, *form, *dt_limit, counts, width
-        ),
+        _REPLAY(x, dt, B, C, A_log, D, dt_bias, ssm_state, None, *places, *form, *dt_limit, counts, width, rounds),
         work=4 * rows * width * heads * dim * n,
     )
     return None

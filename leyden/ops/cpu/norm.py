@@ -23,7 +23,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     alike = x.dtype == residual.dtype and x.is_contiguous() and residual.is_contiguous()
     if not (alike and x.dtype in types and weight.dtype in types):
         return reference.add_rms_norm(x, residual, weight, eps)
-    rows, width = x.shape
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
     total, out = empty(*x.shape, dtype=x.dtype), empty(*x.shape, dtype=x.dtype)
     step = _NORM(x, residual, weight, total, out, rows, width, types[x.dtype], types[weight.dtype], eps)
     run(step, work=2 * x.numel())

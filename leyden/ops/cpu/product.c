@@ -12,12 +12,13 @@ enum { TILE_M = 4, TILE_N = 2 };
 enum {
     STRIP = 48,               /* rows of the matrix whose sums are handed on together */
     BLOCK_BYTES = 192 * 1024, /* of the matrix: stays in the cache while all of x passes by */
+    AHEAD_BYTES = 16 * 1024,  /* of the matrix, at least: from asking for it to its arrival */
 };
 
 /* acc[m * N + n] = x[m] . row n of w, k elements each, in LANES sums; `stride` bytes between the rows of w.
 
 Memory delivers most when it is read in one stream. That is what happens with N = 1; otherwise the tile asks for the
-next N rows, `ahead`, in the order of their addresses, while it computes. */
+N rows that begin `ahead`, in the order of their addresses, while it computes. */
 INLINE void tile(const void *const *x, const char *w, int64_t stride, int64_t k, const char *ahead, const int M,
                  const int N, const int type, vec *acc) {
     int64_t i = 0;
@@ -70,12 +71,12 @@ INLINE void strip_of_one(const void *const *x, const char *w, int64_t from, int6
 INLINE void strip(const void *const *x, const char *w, int64_t from, int64_t to, int64_t k, int cold, const int M,
                   const int type, float (*out)[STRIP]) {
     enum { VECTORS = (TILE_M * TILE_N + LANES - 1) / LANES };
-    const int64_t stride = k * size_of(type);
+    const int64_t stride = k * size_of(type), far = (AHEAD_BYTES / (TILE_N * stride) + 1) * TILE_N * stride;
     float flat[VECTORS * LANES];
     int64_t n = from;
     for (; n + TILE_N <= to; n += TILE_N) {
         vec acc[VECTORS * LANES] = {}; /* M x TILE_N of them are used, and live in registers */
-        tile(x, w + n * stride, stride, k, cold ? w + (n + TILE_N) * stride : NULL, M, TILE_N, type, acc);
+        tile(x, w + n * stride, stride, k, cold ? w + n * stride + far : NULL, M, TILE_N, type, acc);
         for (int v = 0; v * LANES < M * TILE_N; v++) store(sums(acc + v * LANES), flat, v * LANES, VECTORS * LANES, F32);
         for (int m = 0; m < M; m++)
             for (int i = 0; i < TILE_N; i++) out[m][n - from + i] = flat[m * TILE_N + i];

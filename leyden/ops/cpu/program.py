@@ -158,9 +158,9 @@ class Arena:
 
 # What may be asked of a tensor while a program is recorded, and how it may be looked at.
 _FACTS = {"data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride", "untyped_storage", "__len__"}
-_VIEWS = {"__getitem__", "__get__", "chunk", "contiguous", "detach", "expand", "flatten", "float", "long", "narrow"}
-_VIEWS |= {"permute", "reshape", "select", "split", "squeeze", "t", "to", "transpose", "type", "unbind", "unflatten"}
-_VIEWS |= {"unsqueeze", "view", "view_as"}
+_VIEWS = {"__getitem__", "__get__", "chunk", "contiguous", "detach", "expand", "flatten", "float", "int", "long"}
+_VIEWS |= {"narrow", "permute", "reshape", "select", "split", "squeeze", "t", "to", "transpose", "type", "unbind"}
+_VIEWS |= {"unflatten", "unsqueeze", "view", "view_as"}
 
 
 class _Recorder(TorchFunctionMode):

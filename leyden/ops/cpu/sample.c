@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-#include "kernels.h"
+#include "philox.h"
 
 typedef struct {
     float z; /* logit / temperature */
@@ -25,36 +25,13 @@ vocabulary of it, 2^20 e^-32, is below the resolution of top_p. */
 enum { REACH = 32, BINS_PER_UNIT = 64, BINS = REACH * BINS_PER_UNIT };
 static const float NOISE = 16.64f, RANGE = 19.5f;
 
-/* High and low words of a * b. */
-INLINE void multiply(uvec a, uint32_t b, uvec *high, uvec *low) {
-    *low = a * b;
-#if WIDTH == 64
-    __m512i factor = _mm512_set1_epi64(b);
-    __m512i even = _mm512_mul_epu32((__m512i)a, factor), odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), factor);
-    *high = (uvec)_mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
-#else
-    for (int i = 0; i < LANES; i++) (*high)[i] = (uint32_t)((uint64_t)a[i] * b >> 32);
-#endif
-}
-
 /* Uniforms in (0, 1) of token ids: Philox 4x32-10, see the reference. */
 INLINE vec uniform(uvec id, uint64_t seed, uint32_t position) {
-    uvec c0 = id >> 2, c1 = (uvec){} + position, c2 = {}, c3 = {};
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; round++) {
-        uvec high0, low0, high1, low1;
-        multiply(c0, 0xD2511F53, &high0, &low0);
-        multiply(c2, 0xCD9E8D57, &high1, &low1);
-        c0 = high1 ^ c1 ^ k0;
-        c1 = low1;
-        c2 = high0 ^ c3 ^ k1;
-        c3 = low0;
-        k0 += 0x9E3779B9;
-        k1 += 0xBB67AE85;
-    }
+    uvec c[4] = {id >> 2, (uvec){} + position, {}, {}};
+    philox(c, seed, 10);
     uvec which = id & 3;
     uvec first = (uvec)(which == 0), second = (uvec)(which == 1), third = (uvec)(which == 2), fourth = (uvec)(which == 3);
-    uvec word = (c0 & first) | (c1 & second) | (c2 & third) | (c3 & fourth);
+    uvec word = (c[0] & first) | (c[1] & second) | (c[2] & third) | (c[3] & fourth);
     return (__builtin_convertvector((ivec)(word >> 9), vec) + 0.5f) * 0x1p-23f;
 }
 
@@ -62,9 +39,8 @@ static float largest(const float *x, int64_t n) {
     vec most = splat(-INFINITY);
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) most = vmax(load_all(x + i, F32), most);
-    float top = -INFINITY;
+    float top = maximum(most);
     for (; i < n; i++) top = x[i] > top ? x[i] : top;
-    for (int lane = 0; lane < LANES; lane++) top = most[lane] > top ? most[lane] : top;
     return top;
 }
 
@@ -196,5 +172,33 @@ KERNEL(sample, Sample) {
         if (filtered) n = cut(candidates, n, top, top_k, top_p);
         a->out[row] = draw(candidates, n, top, (uint64_t)a->seed[row * a->seed_stride],
                            (uint32_t)a->position[row * a->position_stride]);
+    }
+}
+
+typedef struct {
+    const float *logits; /* [rows, vocabulary] */
+    float *out;          /* [rows] */
+    int64_t rows, vocabulary, stride;
+    double surest;
+} Certainty;
+
+/* log p - log(1 - p) of the largest: its weight is 1, and what counts is the sum of the other ones. */
+KERNEL(certainty, Certainty) {
+    int64_t from, to;
+    share(a->rows, 1, thread, threads, &from, &to);
+    const float surest = (float)a->surest;
+    for (int64_t row = from; row < to; row++) {
+        const float *logits = a->logits + row * a->stride, most = largest(logits, a->vocabulary);
+        int64_t winner = 0;
+        while (winner + 1 < a->vocabulary && logits[winner] != most) winner++;
+        vec others = {};
+        for (int64_t i = 0; i < a->vocabulary; i += LANES) {
+            vec weight = vexp(load(logits, i, a->vocabulary, F32) - most);
+            for (int64_t lane = 0; lane < LANES && ((winner >= i && winner < i + LANES) || i + LANES > a->vocabulary); lane++)
+                if (i + lane == winner || i + lane >= a->vocabulary) weight[lane] = 0;
+            others += weight;
+        }
+        const float odds = -logf(sum(others));
+        a->out[row] = odds > surest ? surest : odds < -surest ? -surest : odds;
     }
 }

@@ -14,6 +14,8 @@ from leyden.formats import Weight
 from leyden.ops.reference.linear import linear
 from leyden.ops.rows import Rows
 
+SUREST = 40.0  # log-odds
+
 
 def begin_drafts(
     slots: Tensor, last: Tensor, drafts: Tensor, committed: Tensor, count: int
@@ -58,6 +60,15 @@ def accept(
     return kept, (accepted + 1).int(), newest, (first + accepted).int(), (positions + accepted).int()
 
 
+def begin_block(anchors: Tensor, places: Tensor, rows: int, mask: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks of `rows` rows for R sequences: anchors int64 [R], at places int32 [R], and masks behind each ->
+    (tokens int64 [R * rows], positions int32 [R * rows], starts int32 [R + 1]: where the blocks begin, and end)."""
+    masks = anchors.new_full((len(anchors), rows - 1), mask)
+    reach = torch.arange(rows, dtype=torch.int32, device=places.device)
+    starts = torch.arange(len(anchors) + 1, dtype=torch.int32, device=places.device) * rows
+    return torch.cat([anchors[:, None], masks], dim=1).flatten(), (places[:, None] + reach).flatten(), starts
+
+
 def ahead(places: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor:
     """places int32 [R] and what is 1 .. count - 1 behind them -> [count, R]."""
     return (places + torch.arange(count, device=places.device)[:, None]).to(dtype)
@@ -71,6 +82,12 @@ def join(*parts: Tensor) -> Tensor:
 def likeliest(logits: Tensor) -> Tensor:
     """The most likely token of each row, the first of equals: logits fp32 [R, V] -> int64 [R]."""
     return logits.argmax(-1)
+
+
+def angles(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions int [...] times frequencies fp32 [n], each times `scale`: fp32 [..., n]."""
+    angle = positions[..., None].float() * frequencies
+    return angle.cos() * scale, angle.sin() * scale
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -150,3 +167,60 @@ def block_attention_packed(
     out = torch.einsum("smigrj,sjgd->smigrd", of_context, context_v.float())
     out = out + torch.einsum("smigrj,smjgd->smigrd", of_block, v.float())
     return out.flatten(-3, -2).to(q.dtype)
+
+
+def confidence(hidden: Tensor, also: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+    """Log-odds fp32 [...] that a logistic regression gives hidden [..., H] and, behind it, also [..., K]; weight fp32
+    [1, H + K], bias fp32 [1]."""
+    read = hidden.float() if also is None else torch.cat([hidden.float(), also.float()], dim=-1)
+    return F.linear(read, weight, bias).squeeze(-1)
+
+
+def certainty(logits: Tensor) -> Tensor:
+    """Log-odds of the most likely of logits fp32 [R, V], log p - log(1 - p), from -40 to 40: fp32 [R]."""
+    most, which = logits.max(-1, keepdim=True)
+    others = logits.scatter(-1, which, float("-inf")).logsumexp(-1)
+    return (most[..., 0] - others).clamp(-SUREST, SUREST)
+
+
+def expect(scores: Tensor, weights: Tensor, open: Tensor, made_at: Tensor, slots: Tensor, places: Tensor) -> Tensor:
+    """Log-odds fp32 [R, count] that drafts are kept if those before them are: weights[0] * score + weights[1 + place].
+
+    scores fp32 [R, count]: the certainty of each; weights fp64 [1 + W]: slope, biases. Until learn() they are open: in
+    open fp32 [S, W], NaN behind them, at slots int [R]; and made at places int32 [R], those of the anchors.
+    """
+    count = scores.shape[1]
+    open[slots] = float("nan")
+    open[slots, :count] = scores
+    made_at[slots] = places
+    return (scores.double() * weights[0] + weights[1 : 1 + count]).float()
+
+
+def learn(
+    tokens: Tensor, following: Tensor, rows: Rows, open: Tensor, made_at: Tensor, memory: Tensor, at: Tensor
+) -> None:
+    """What became of the open drafts of R rows, each its anchor and the drafts behind it, goes to memory[:, at + r].
+
+    tokens int64 [T]: as fed, -1 for none; following int64 [T]: what the target says after each. memory fp64 [3, M, W]:
+    scores, whether the draft was right, whether that is known, which it is if all before it were; a ring whose next
+    place is at int64 [1]. Rows whose drafts are from another place than their past count for nothing: a slot may have a
+    new sequence. Whatever it was, nothing is open in these rows then.
+    """
+    assert rows.slots is not None
+    device, width, slots = tokens.device, open.shape[1], rows.slots.long()
+    first, last = rows.starts[:-1].long(), rows.tokens - 1
+    places = first[:, None] + torch.arange(width, device=device)
+    there = places + 1 < rows.starts[1:, None]
+    tried = tokens[(places + 1).clamp(max=last)]
+    there &= tried >= 0
+    right = there & (tried == following[places.clamp(max=last)])
+    reached = there & torch.cat([torch.ones_like(right[:, :1]), right[:, :-1].cumprod(1).bool()], 1)
+    scores = open[slots]
+    known = reached & (rows.past == made_at[slots])[:, None] & scores.isfinite()
+    open[slots] = float("nan")
+    blocks = torch.stack([scores.nan_to_num(0, 0, 0), right.float(), known.float()]).to(memory.dtype)[
+        :, -memory.shape[1] :
+    ]
+    size = blocks.shape[1]
+    memory[:, (torch.arange(size, device=device) + at) % memory.shape[1]] = blocks
+    at.add_(size).remainder_(memory.shape[1])

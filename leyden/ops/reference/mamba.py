@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leyden.ops.reference.norm import gated_norm
+from leyden.ops.reference.philox import philox
 from leyden.ops.rows import Rows
-
-_MASK = 0xFFFFFFFF
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, rows: Rows) -> Tensor:
@@ -106,13 +105,13 @@ def mamba_step(
     conv_state: Tensor,
     ssm_state: Tensor,
     rows: Rows,
-    dither: bool = False,
+    rounds: int = 0,
 ) -> Tensor:
     """Rows of one token: convolution, time step, state update, gate and group norm -> [R, inner].
 
     projected [R, inner + (inner + 2 groups N) + heads] is in_proj's output, in the order z, xBC, dt; the other
     arguments are those of causal_conv, ssd_scan and gated_norm, one after the other. Both states are updated. With
-    `dither` an fp16 state is rounded as at_random() does it, else to nearest.
+    `rounds` an fp16 state is rounded as at_random() does it, else to nearest.
     """
     count, heads = len(projected), len(A_log)
     inner, width = len(norm_weight), groups * ssm_state.shape[-1]
@@ -125,40 +124,34 @@ def mamba_step(
     decay = (delta * -A_log.exp())[..., None, None]
     state = decay.exp() * _initial(ssm_state, rows).float() + (delta[..., None] * x)[..., None] * B[:, :, None]
     y = (state @ C[..., None])[..., 0] + D[:, None] * x
-    ssm_state[rows.slots] = _stored(state, ssm_state.dtype, A_log, rows.past, dither)
+    ssm_state[rows.slots] = _stored(state, ssm_state.dtype, A_log, rows.past, rounds)
     return gated_norm(y.flatten(1).to(projected.dtype), z, norm_weight, groups, eps)
 
 
-def at_random(state: Tensor, A_log: Tensor, position: Tensor) -> Tensor:
+def at_random(state: Tensor, A_log: Tensor, position: Tensor, rounds: int) -> Tensor:
     """fp32 [R, heads, dim, N] -> fp16, up or down at random, so that what steps add is not lost below the last bit.
 
     13 random bits are added to the 13 that fp16 has not, which are cut off then; what is too large becomes the largest
-    number, and below fp16's normal numbers the cut is made further up. The bits are a hash of the position (int [R]),
-    of the fp32 bits of the head's A_log, which stand for the layer, and of the element's place in [heads, dim, N]. All
-    steps do this for all elements of all states, so it has two multiplications once the key is made: an arithmetic
-    sequence and one round of a hash, of which the upper bits are good. (Over 3e7 elements and 64 positions the bits of
-    neighbours in any direction are uncorrelated to 1e-3.)
+    number, and below fp16's normal numbers the cut is made further up. One call of Philox serves eight rows of a head's
+    state, 8 q to 8 q + 7, at one n: row 8 q + k takes word k // 2, its bits 0 to 12 if k is even and 16 to 28 if not.
+    The counter is ((head * ceil(dim / 8) + q) * N + n, 0, 0, 0); the key has the fp32 bits of the head's A_log, which
+    stand for the layer, below and the position (int [R]) above. With fewer than five `rounds` neighbours are not
+    independent of each other.
     """
-    _, heads, dim, n = state.shape
-    rate = A_log.float().view(torch.int32).long() & _MASK
-    key = _scattered(rate ^ _scattered(position.long()[:, None]))[:, :, None, None]  # [R, heads, 1, 1]
-    index = torch.arange(heads * dim * n, device=state.device).view(heads, dim, n)
-    h = (index * 0x9E3779B1 + key) & _MASK
-    noise = ((h ^ (h >> 15)) * 0x846CA68B & _MASK) >> 19
+    count, heads, dim, n = state.shape
+    layer = A_log.float().view(torch.int32).long()[:, None, None] & 0xFFFFFFFF
+    key = layer | position.long()[:, None, None, None] << 32  # [R, heads, 1, 1]
+    group = torch.arange(heads * -(-dim // 8) * n, device=state.device).view(heads, -1, n).expand(count, -1, -1, -1)
+    zero = torch.zeros_like(group)
+    words = torch.stack(philox(group, zero, zero, zero, key, rounds), 3)
+    noise = (torch.stack((words, words >> 16), 4) & 0x1FFF).flatten(2, 4)[:, :, :dim]
     near = (state.view(torch.int32).long() + noise).clamp(-(2**31), 2**31 - 1).to(torch.int32).view(torch.float32)
     normal = (near.view(torch.int32) & ~0x1FFF).view(torch.float32).clamp(-65504, 65504)
     return torch.where(near.abs() < 2.0**-14, (near * 2.0**24).trunc() * 2.0**-24, normal).half()
 
 
-def _scattered(h: Tensor) -> Tensor:
-    """A hash of 32 bits (int64, without sign): every bit of the result depends on all. (Wellons' lowbias32, 2018.)"""
-    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
-    h = ((h ^ (h >> 15)) * 0x846CA68B) & _MASK
-    return h ^ (h >> 16)
-
-
-def _stored(state: Tensor, dtype: torch.dtype, A_log: Tensor, position: Tensor, dither: bool) -> Tensor:
-    return at_random(state, A_log, position) if dither and dtype == torch.float16 else state.to(dtype)
+def _stored(state: Tensor, dtype: torch.dtype, A_log: Tensor, position: Tensor, rounds: int) -> Tensor:
+    return at_random(state, A_log, position, rounds) if rounds and dtype == torch.float16 else state.to(dtype)
 
 
 def mamba_verify(
@@ -209,7 +202,7 @@ def mamba_replay(
     slots: Tensor,
     past: Tensor,
     counts: Tensor,
-    dither: bool = False,
+    rounds: int = 0,
 ) -> None:
     """Move both states of slots (int [R]) over the first counts (int [R]) tokens that mamba_verify left in the ring.
 
@@ -227,7 +220,7 @@ def mamba_replay(
         states = conv_state[at], ssm_state[at].float()  # copies
         _mixed(inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, len(A_log), *states, rows)
         last = before + counts[moved] - 1
-        conv_state[at], ssm_state[at] = states[0], _stored(states[1], ssm_state.dtype, A_log, last, dither)
+        conv_state[at], ssm_state[at] = states[0], _stored(states[1], ssm_state.dtype, A_log, last, rounds)
 
 
 def _mixed(

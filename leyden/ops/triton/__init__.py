@@ -1,10 +1,14 @@
 """The kernels for CUDA, in Triton: importing this module registers them."""
 
 from leyden import ops
-from leyden.ops.triton import attention, conv, linear, moe, norm, nvfp4, sample, scan, ssm, table
+from leyden.ops.triton import attention, conv, draft, linear, moe, norm, nvfp4, qkv, sample, scan, ssm, table
 
 for _op, _kernel in (
     (ops.begin, table.begin),
+    (ops.begin_drafts, draft.begin_drafts),
+    (ops.accept, draft.accept),
+    (ops.rotate, draft.rotate),
+    (ops.swiglu, draft.swiglu),
     (ops.take, table.take),
     (ops.put, table.put),
     (ops.embed, linear.embed),
@@ -14,6 +18,8 @@ for _op, _kernel in (
     (ops.add_rms_norm, norm.add_rms_norm),
     (ops.gated_norm, norm.gated_norm),
     (ops.route, moe.route),
+    (ops.add_norm_route, moe.add_norm_route),
+    (ops.qkv_write, qkv.qkv_write),
     (ops.experts, moe.experts),
     (ops.moe, moe.moe),
     (ops.causal_conv, conv.causal_conv),
@@ -35,3 +41,4 @@ for _op, _kernel in (
     (ops.moe, nvfp4.moe_nvfp4),
 ):
     _op.register("cuda", _kernel, "nvfp4")
+    _op.register("cuda", _kernel, "nvfp4_tiled")

@@ -34,13 +34,13 @@ def _kv_write(
     wait()
     release()
     key = tl.load(k + token.to(tl.int64) * k_stride + at, mask=inside, other=0.0)
-    tl.store(cache + cell, _narrowed(key, k_scale, cache.dtype.element_ty, MOST), mask=inside)
+    tl.store(cache + cell, narrowed(key, k_scale, cache.dtype.element_ty, MOST), mask=inside)
     value = tl.load(v + token.to(tl.int64) * v_stride + at, mask=inside, other=0.0)
-    tl.store(cache + half + cell, _narrowed(value, v_scale, cache.dtype.element_ty, MOST), mask=inside)
+    tl.store(cache + half + cell, narrowed(value, v_scale, cache.dtype.element_ty, MOST), mask=inside)
 
 
 @triton.jit
-def _narrowed(value, scale, dtype: tl.constexpr, MOST: tl.constexpr):
+def narrowed(value, scale, dtype: tl.constexpr, MOST: tl.constexpr):
     if MOST > 0.0:
         value = tl.minimum(tl.maximum(value.to(tl.float32) / scale, 0.0 - MOST), MOST)
     return value.to(dtype)

@@ -11,22 +11,27 @@ from leyden.ops.triton.launch import OPTIONS, release, wait
 
 @triton.jit
 def _convolve(
-    x, weight, bias, state, starts, ends, past, slots, out, x_stride, state_stride, C,
+    x, weight, bias, state, starts, ends, past, slots, out, ring, x_stride, state_stride, ring_stride, C,
     REACH: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, MOVE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    RING: tl.constexpr, KEPT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_T tokens of one row, BLOCK_C channels. Who has a row's first tokens also moves its window (MOVE): nobody
-    else reads that."""
+    else reads that. RING: x has so many tokens for each slot, of which `ends` says how many count. KEPT: x is also left
+    in a ring like that, whose tokens are so wide: what stands behind the channels of x, too."""
     first, row = tl.program_id(0) * BLOCK_T, tl.program_id(1)
     c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_c = c < C
     t = first + tl.arange(0, BLOCK_T)
     wait()
     release()
-    start = tl.load(starts + row)
-    length = tl.load(ends + row) - start
+    if RING:
+        start, length = row * RING, tl.load(ends + row)
+        read = tl.load(slots + row).to(tl.int64) * RING
+    else:
+        start = tl.load(starts + row)
+        length, read = tl.load(ends + row) - start, start.to(tl.int64)
     if first < length:
-        line = x + start.to(tl.int64) * x_stride
+        line = x + read * x_stride
         window, fresh = state, True
         if STATE:
             window += tl.load(slots + row).to(tl.int64) * state_stride
@@ -43,6 +48,14 @@ def _convolve(
                     before = inside & (at < 0)[:, None] & (fresh == 0)
                     old = tl.load(window + (at + REACH)[:, None] * C + c[None, :], mask=before, other=0.0)
                     value = tl.where((at < 0)[:, None], old.to(value.dtype), value)
+            if KEPT:  # noqa: SIM102
+                if tap == REACH:
+                    target = ring + tl.load(slots + row).to(tl.int64) * ring_stride + at[:, None] * KEPT
+                    tl.store(target + c[None, :], value, mask=inside)
+                    if tl.program_id(2) == 0:
+                        e = C + tl.arange(0, BLOCK_E)[None, :]
+                        more = (e < KEPT) & (at < length)[:, None]
+                        tl.store(target + e, tl.load(line + at[:, None] * x_stride + e, mask=more), mask=more)
             w = tl.load(weight + c * (REACH + 1) + tap, mask=in_c, other=0.0).to(tl.float32)
             acc += value.to(tl.float32) * w[None, :]
         made = (acc * tl.sigmoid(acc)).to(out.dtype.element_ty)
@@ -79,22 +92,29 @@ def convolve(
     slots: Tensor | None,
     longest: int,
     move: bool = True,
+    ring: bool = False,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """causal_conv of the tokens starts[r] .. ends[r] - 1 of x for each row r; what is between the rows stays undefined.
 
-    move: whether the states move on; if not, they are only read.
+    move: whether the states move on; if not, they are only read. ring: x has `longest` tokens for each slot, of which
+    the first ends[r] are those of the row; the result has as many for each row. kept [S, longest, > channels]: where x
+    is left for that, with the columns behind it that belong to the same tokens.
     """
     (count, channels), reach = x.shape, weight.shape[1] - 1
+    count = len(ends) * longest if ring else count
     assert x.stride(1) == 1 and weight.is_contiguous() and (state is None or state[0].is_contiguous())
     out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
     if count and longest:
         block_t = min(16, triton.next_power_of_2(longest))
         block_c = min(triton.next_power_of_2(channels), 512 if block_t == 1 else 128)
         grid = (triton.cdiv(longest, block_t), len(ends), triton.cdiv(channels, block_c))
+        width = 0 if kept is None else kept.shape[2]
         _convolve[grid](
-            x, weight, bias, state, starts, ends, past, slots, out,
-            x.stride(0), 0 if state is None else state.stride(0), channels,
-            reach, triton.next_power_of_2(reach), bias is not None, state is not None, move, block_t, block_c,
+            x, weight, bias, state, starts, ends, past, slots, out, kept,
+            x.stride(0), 0 if state is None else state.stride(0), 0 if kept is None else kept.stride(0), channels,
+            reach, triton.next_power_of_2(reach), bias is not None, state is not None, move, longest if ring else 0,
+            width, block_t, block_c, triton.next_power_of_2(max(1, width - channels)),
             num_warps=4, **OPTIONS,
         )  # fmt: skip
     return out

@@ -2,7 +2,7 @@
 
 One row runs on the CUDA cores (a matrix-vector product with the matrix in registers), up to 16 on the tensor cores with
 the matrix as the left operand, straight from shared memory. More rows are cuBLAS's. A matrix in FP8 with one scale
-(formats/fp8.py) takes the same ways: its values are exact in the other operand's type, and the scale comes last.
+(formats/fp8.py) goes the first way for one row and through packed.py for more; the scale comes last.
 """
 
 import torch
@@ -12,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from leyden.formats import Weight
+from leyden.ops.triton import packed
 from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
 
-FP8_ROWS = 64  # up to here FP8 matrices are read as they are
+FP8_ROWS = 256  # up to here FP8 matrices are read as they are
 NARROW_ROWS = 16  # up to here _narrow; cuBLAS is faster from 32 on
 
 
@@ -57,8 +58,18 @@ def _vector(
 
 
 @triton.jit
+def _widen(matrix, factor, out, SIZE, BLOCK: tl.constexpr):
+    """8-bit values times their factor."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait()
+    release()
+    value = tl.load(matrix + at, mask=at < SIZE, other=0.0).to(tl.float32) * tl.load(factor)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < SIZE)
+
+
+@triton.jit
 def _narrow(
-    x, weight, factor, out, partial, arrived, M, N, x_stride,
+    x, weight, out, partial, arrived, M, N, x_stride,
     K: tl.constexpr, SQUARE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -79,8 +90,6 @@ def _narrow(
         inside = start + k < K
         w = tl.load(left + start, mask=in_n & inside[None, :], other=0.0)
         value = tl.load(right + start, mask=in_m & inside[:, None], other=0.0)
-        if factor is not None:
-            w = w.to(tl.float32).to(value.dtype)  # the direct conversion is the slow one
         acc = tl.dot(w, value, acc, input_precision="ieee")
     if SPLITS > 1:
         cell = n[:, None] * BLOCK_M + m[None, :]
@@ -90,15 +99,13 @@ def _narrow(
             acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
             for part in tl.static_range(SPLITS):
                 acc += tl.load(partial + part * N * BLOCK_M + cell, mask=every, other=0.0, cache_modifier=".cg")
-            _finish(acc, factor, out, m, n, M, N, SQUARE)
+            _finish(acc, out, m, n, M, N, SQUARE)
     else:
-        _finish(acc, factor, out, m, n, M, N, SQUARE)
+        _finish(acc, out, m, n, M, N, SQUARE)
 
 
 @triton.jit
-def _finish(acc, factor, out, m, n, M, N, SQUARE: tl.constexpr):
-    if factor is not None:
-        acc *= tl.load(factor)
+def _finish(acc, out, m, n, M, N, SQUARE: tl.constexpr):
     if SQUARE:
         acc = tl.maximum(acc.to(out.dtype.element_ty).to(tl.float32), 0.0)
         acc *= acc
@@ -123,12 +130,19 @@ def linear(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tenso
 
 def linear_fp8(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """See ops.linear."""
-    rows, size = x.flatten(0, -2), weight.shape[0]
-    matrix, factor, dtype = weight.parts["weight"], weight.parts["weight_scale"], dtype or x.dtype
-    if not 0 < len(rows) <= FP8_ROWS or rows.stride(1) != 1:
-        return product(x, weight.dense(), False, dtype)
-    run = vector if len(rows) == 1 else narrow
-    return run(rows, matrix, False, dtype, factor=factor).view(*x.shape[:-1], size)
+    rows, dtype = x.flatten(0, -2), dtype or x.dtype
+    matrix, factor = weight.parts["weight"], weight.parts["weight_scale"]
+    if not 0 < len(rows) <= FP8_ROWS or x.dtype != torch.bfloat16 or weight.shape[1] % 16:
+        wide = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
+        _widen[(triton.cdiv(matrix.numel(), 4096),)](matrix, factor, wide, matrix.numel(), 4096, num_warps=4, **OPTIONS)
+        return product(x, wide, False, dtype)
+    rows = packed.aligned(rows)
+    if len(rows) == 1:
+        out = vector(rows, matrix, False, dtype, factor=factor)
+    else:
+        out = torch.empty(len(rows), weight.shape[0], dtype=dtype, device=x.device)
+        packed.product(rows, weight, out, len(rows))
+    return out.view(*x.shape[:-1], -1)
 
 
 def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
@@ -174,10 +188,8 @@ def narrow(
     square: bool = False,
     dtype: torch.dtype | None = None,
     shape: tuple[int, int, int, int, int] | None = None,
-    factor: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K], M small, @ matrix [N, K]^T, times `factor` [], then relu^2 if `square`; shape: tile, splits, stages,
-    warps."""
+    """x [M, K], M small, @ matrix [N, K]^T, then relu^2 if `square`; shape: tile, splits, stages, warps."""
     count, (size, k) = len(x), matrix.shape
     block_n, block_k, splits, stages, warps = shape or _narrow_shape(size, k)
     block_m = max(16, triton.next_power_of_2(count))
@@ -185,7 +197,7 @@ def narrow(
     out = torch.empty(count, size, dtype=dtype or x.dtype, device=x.device)
     partial = torch.empty(splits, size, block_m, dtype=torch.float32, device=x.device) if splits > 1 else out
     _narrow[(tiles, splits)](
-        x, matrix, factor, out, partial, counters(x.device, tiles), count, size, x.stride(0),
+        x, matrix, out, partial, counters(x.device, tiles), count, size, x.stride(0),
         k, square, splits, block_m, block_n, block_k, stages, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return out

@@ -6,6 +6,8 @@ experts   one row: two matrix-vector products over its k experts. Up to 16 rows:
           lists of rows per expert. The shared expert, if given, runs in the same launches.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -13,10 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from leyden.formats import Weight
+from leyden.ops import fused
 from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
 
 DENSE_ROWS = 16  # up to here no sorting
 ROUTE_ROWS = 512  # up to here the gate's product is ours
+_WHOLE = 4096  # the longest row that a program of the router holds
 
 
 @triton.jit
@@ -66,13 +70,28 @@ def _choose(
 
 
 @triton.jit
+def _added(x, residual, weight, hidden, total, h, eps, H: tl.constexpr):
+    """The norm of the sum of one row as add_rms_norm rounds it; the first program leaves both for others."""
+    inside = h < H
+    value = tl.load(x + h, mask=inside, other=0.0).to(tl.float32)
+    value = (value + tl.load(residual + h, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
+    made = (wide * scale * tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)).to(hidden.dtype.element_ty)
+    here = inside & (tl.program_id(0) == 0)
+    tl.store(total + h, value, mask=here)
+    tl.store(hidden + h, made, mask=here)
+    return made
+
+
+@triton.jit
 def _route(
-    x, gate, bias, logits, arrived, ids, weights, M, x_stride, scale,
+    x, gate, bias, logits, arrived, ids, weights, M, x_stride, scale, residual, norm, hidden, total, eps,
     H: tl.constexpr, E: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
     NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, EACH: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program: EACH experts, BLOCK_M rows."""
+    """One program: EACH experts, BLOCK_M rows. With a residual x is what is added to it: one row, in one block."""
     e = tl.program_id(0) * EACH + tl.arange(0, EACH)
     h = tl.arange(0, BLOCK_H)
     in_e = e < E
@@ -85,9 +104,12 @@ def _route(
     rows = first + tl.arange(0, BLOCK_M)
     for start in range(0, H, BLOCK_H):
         at = start + h
-        value = tl.load(
-            x + rows[:, None] * x_stride + at[None, :], mask=(rows < M)[:, None] & (at < H)[None, :], other=0.0
-        )
+        if residual is not None:
+            value = _added(x, residual, norm, hidden, total, h, eps, H)[None, :]
+        else:
+            value = tl.load(
+                x + rows[:, None] * x_stride + at[None, :], mask=(rows < M)[:, None] & (at < H)[None, :], other=0.0
+            )
         following = tl.load(tile + start + BLOCK_H, mask=in_e[:, None] & (at + BLOCK_H < H)[None, :], other=0.0)
         acc += value.to(tl.float32)[:, None, :] * w[None, :, :]
         w = following
@@ -133,6 +155,36 @@ def route(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """See ops.route."""
+    return _routed(x, gate, bias, k, groups, kept, normalize, scale)
+
+
+def add_norm_route(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    gate: Tensor,
+    bias: Tensor,
+    k: int,
+    groups: int = 1,
+    kept: int = 1,
+    normalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ops.add_norm_route. Of one row every program makes the norm for itself, which is quicker than to wait."""
+    rows = x.shape[1] <= _WHOLE and x.is_contiguous() and residual.is_contiguous()
+    if len(x) != 1 or not rows:
+        return fused.add_norm_route(x, residual, weight, eps, gate, bias, k, groups, kept, normalize, scale)
+    hidden, total = torch.empty_like(x), torch.empty_like(x)
+    added = residual, weight, hidden, total, eps
+    return hidden, total, *_routed(x, gate, bias, k, groups, kept, normalize, scale, added)
+
+
+def _routed(
+    x: Tensor, gate: Tensor, bias: Tensor, k: int, groups: int, kept: int, normalize: bool, scale: float,
+    added: tuple[Any, ...] = (None, None, None, None, 0.0),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """added: residual, weight of the norm, where norm and sum go, eps."""
     (count, hidden), experts = x.shape, len(gate)
     ids = torch.empty(count, k, dtype=torch.int64, device=x.device)
     weights = torch.empty(count, k, dtype=torch.float32, device=x.device)
@@ -150,11 +202,11 @@ def route(
     each = 1 if count <= 8 else 4
     block_h = 512 if block_m * each <= 8 else 128
     if count == 1:  # a whole row of the gate is on its way before the wait
-        block_h = min(4096, triton.next_power_of_2(hidden))
+        block_h = min(_WHOLE, triton.next_power_of_2(hidden))
     blocks = triton.cdiv(count, block_m)
     logits = torch.empty(count, experts, dtype=torch.float32, device=x.device)
     _route[(triton.cdiv(experts, each), blocks)](
-        x, gate, bias, logits, counters(x.device, blocks), ids, weights, count, x.stride(0), scale,
+        x, gate, bias, logits, counters(x.device, blocks), ids, weights, count, x.stride(0), scale, *added,
         hidden, experts, k, groups, kept, normalize, block_m, each, block_h, block_e, block_c,
         num_warps=4, **OPTIONS,
     )  # fmt: skip

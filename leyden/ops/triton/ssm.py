@@ -23,8 +23,10 @@ from leyden.ops.triton.norm import gated_norm
 INTERPRETED = tl.constexpr(launch.INTERPRETED)
 _FUSED_ROWS = 4  # steps of up to so many rows are one launch
 # Rows of a head's state in a program, warps, registers of a thread, for states of 16 and of 32 bits: as many bytes as
-# possible on their way at once, without a spill.
+# possible on their way at once, without a spill. Eight rows that share random bits are to be in one thread: half as
+# many warps then, so that a column of a head has as many threads as calls of Philox.
 _SHAPES = {2: (64, 8, 80), 4: (64, 4, 128)}
+_AT_RANDOM = (64, 4, 128)
 
 
 @triton.jit
@@ -64,26 +66,39 @@ def time_step(dt, bias, low, high):
 
 
 @triton.jit
-def _scattered(h):
-    """A hash of uint32: every bit of the result depends on every bit of `h` (after Wellons' lowbias32, 2018)."""
-    h = (h ^ (h >> 16)) * 0x7FEB352D
-    h = (h ^ (h >> 15)) * 0x846CA68B
-    return h ^ (h >> 16)
-
-
-@triton.jit
-def _stored(state, dtype: tl.constexpr, log_rate, position, index, DITHER: tl.constexpr):
-    """The state as it is stored; with DITHER as ops.reference.mamba.at_random() rounds it, with the same bits for the
-    element `index` (int32 [P, N]). Nothing here asks for another layout than that in which it is stored."""
-    if DITHER:
-        key = _scattered(log_rate.to(tl.uint32, bitcast=True) ^ _scattered(position.to(tl.uint32)))
-        h = index.to(tl.uint32) * 0x9E3779B1 + key
-        noise = ((h ^ (h >> 15)) * 0x846CA68B) >> 19
+def _stored(state, dtype: tl.constexpr, log_rate, position, calls, ROUNDS: tl.constexpr):
+    """The state [P, N] as it is stored, its rows in the order of _rows(); with ROUNDS as at_random() in
+    ops.reference.mamba rounds it. `calls` (int32 [P / 8, N]): which call of Philox serves an element and the seven
+    others in its column. They are in one thread, so that nothing asks for another layout than that of the state."""
+    if ROUNDS:
+        key = log_rate.to(tl.uint32, bitcast=True).to(tl.uint64) | (position.to(tl.uint64) << 32)
+        zero = tl.zeros_like(calls)
+        w0, w1, w2, w3 = tl.philox(key, calls, zero, zero, zero, ROUNDS)
+        k = tl.arange(0, 8)[:, None, None]
+        word = tl.where(k < 4, tl.where(k < 2, w0, w1), tl.where(k < 6, w2, w3))  # [8, P / 8, N]
+        noise = tl.reshape((word >> (k % 2 * 16).to(tl.uint32)) & 0x1FFF, state.shape)
         state = (state.to(tl.uint32, bitcast=True) + noise).to(tl.float32, bitcast=True)
         if INTERPRETED:  # whose conversion makes infinities
             state = tl.minimum(tl.maximum(state, -65504.0), 65504.0)
         return state.to(dtype, fp_downcast_rounding="rtz")  # cuts the bits off, and what is too large to the largest
     return state.to(dtype)
+
+
+@triton.jit
+def _rows(first, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
+    """The BLOCK rows of a head's state from `first` on. With ROUNDS those come first that are 0 modulo 8, then those
+    that are 1, and so on: the eight that share random bits end up in the same thread."""
+    i = tl.arange(0, BLOCK)
+    if ROUNDS:
+        i = i % (BLOCK // 8) * 8 + i // (BLOCK // 8)
+    return first + i
+
+
+@triton.jit
+def _calls(first, head, n, DIM: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the same rows, which calls of Philox serve them, int32 [BLOCK / 8, N]."""
+    q = first // 8 + tl.arange(0, BLOCK // 8)
+    return (head * ((DIM + 7) // 8) + q)[:, None] * N + n[None, :]
 
 
 @triton.jit
@@ -128,7 +143,7 @@ def _step(
     gated, arrived, out,
     row_stride, conv_stride, ssm_stride, dt_low, dt_high, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, REACH: tl.constexpr,
-    TAPS: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, DITHER: tl.constexpr,
+    TAPS: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, ROUNDS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """All of a step for BLOCK_P rows of one head's state, and for a group if this program is its last."""
@@ -138,7 +153,8 @@ def _step(
     row = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) // PARTS
     group = head // SHARE
-    p = tl.program_id(0) % PARTS * BLOCK_P + tl.arange(0, BLOCK_P)
+    start = tl.program_id(0) % PARTS * BLOCK_P
+    p = _rows(start, BLOCK_P, ROUNDS)
     n = tl.arange(0, BLOCK_N)
     in_p, in_n = p < DIM, n < N
     to_x, to_b = head * DIM + p, INNER + group * N + n
@@ -165,8 +181,8 @@ def _step(
     b = _convolved(b, new, conv_weight, to_b, in_n, REACH)
     c = _convolved(c, new, conv_weight, to_c, in_n, REACH)
     state = tl.exp(-tl.exp(log_rate) * delta) * old + (delta * x)[:, None] * b[None, :]
-    index = (head * DIM + p)[:, None] * N + n[None, :]
-    tl.store(tile, _stored(state, ssm_state.dtype.element_ty, log_rate, position, index, DITHER), mask=inside)
+    calls = _calls(start, head, n, DIM, N, BLOCK_P)
+    tl.store(tile, _stored(state, ssm_state.dtype.element_ty, log_rate, position, calls, ROUNDS), mask=inside)
     y = (tl.sum(state * c[None, :], 1) + skip * x).to(out.dtype.element_ty).to(tl.float32)
     tl.store(gated + row * INNER + to_x, y * (gate * tl.sigmoid(gate)), mask=in_p)
     if arrive(arrived + row * GROUPS + group, SHARE * PARTS):
@@ -181,14 +197,16 @@ def _advance(
     x, B, C, dt, A_log, D, dt_bias, ssm_state, starts, ends, past, slots, y,
     x_stride, B_stride, C_stride, dt_stride, ssm_stride, dt_low, dt_high,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-    ONE: tl.constexpr, MOVE: tl.constexpr, OUT: tl.constexpr, DITHER: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ONE: tl.constexpr, MOVE: tl.constexpr, OUT: tl.constexpr, ROUNDS: tl.constexpr, RING: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The recurrence over the tokens of one row (ONE: it has one), for BLOCK_P rows of one head's state. MOVE: the
-    state is stored in the end; OUT: so is what each token reads from it."""
+    state is stored in the end; OUT: so is what each token reads from it. RING: dt has so many tokens for each slot, x,
+    B and C for each row, and `ends` says how many of them count."""
     row, head = tl.program_id(1), tl.program_id(0) // PARTS
     group = head // (HEADS // GROUPS)
-    p = tl.program_id(0) % PARTS * BLOCK_P + tl.arange(0, BLOCK_P)
+    start = tl.program_id(0) % PARTS * BLOCK_P
+    p = _rows(start, BLOCK_P, ROUNDS)
     n = tl.arange(0, BLOCK_N)
     in_p, in_n = p < DIM, n < N
     slot, position = tl.load(slots + row).to(tl.int64), tl.load(past + row)
@@ -203,7 +221,11 @@ def _advance(
     state = old.to(tl.float32)
     first = row
     end = row + 1
-    if not ONE:
+    if RING:
+        first = row * RING
+        end = first + tl.load(ends + row)
+        dt += (slot - row) * RING * dt_stride
+    elif not ONE:
         first, end = tl.load(starts + row), tl.load(ends + row)
     for token in range(first, end):
         at = tl.full((), 0, dtype=tl.int64) + token
@@ -217,22 +239,9 @@ def _advance(
             tl.store(y + (at * HEADS + head) * DIM + p, made.to(y.dtype.element_ty), mask=in_p)
     if MOVE:
         moved = position + (end - first) - 1
-        stored = _stored(state, ssm_state.dtype.element_ty, log_rate, moved, index, DITHER)
+        calls = _calls(start, head, n, DIM, N, BLOCK_P)
+        stored = _stored(state, ssm_state.dtype.element_ty, log_rate, moved, calls, ROUNDS)
         tl.store(tile, stored, mask=inside & (end > first))
-
-
-@triton.jit
-def _keep(inputs, ring, starts, ends, slots, stride, ring_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """What a token feeds to convolution and recurrence goes into the ring of its row's slot."""
-    i, row = tl.program_id(0), tl.program_id(1)
-    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    wait()
-    release()
-    token = tl.load(starts + row) + i
-    if token < tl.load(ends + row):
-        value = tl.load(inputs + token.to(tl.int64) * stride + at, mask=at < WIDTH)
-        target = ring + tl.load(slots + row).to(tl.int64) * ring_stride + i * WIDTH
-        tl.store(target + at, value, mask=at < WIDTH)
 
 
 def mamba_step(
@@ -249,13 +258,14 @@ def mamba_step(
     conv_state: Tensor,
     ssm_state: Tensor,
     rows: Rows,
-    dither: bool = False,
+    rounds: int = 0,
     shape: tuple[int, int, int] | None = None,
     fused: bool | None = None,
 ) -> Tensor:
     """See ops.mamba_step. The states of the rows must be older than the kernel launched just before.
 
-    shape: rows of a head's state in one program, warps, registers of a thread; fused: whether one launch does it all.
+    shape: rows of a head's state in one program (at least 8), warps, registers of a thread; fused: whether one launch
+    does it all.
     """
     count = len(projected)
     _, heads, dim, n = ssm_state.shape
@@ -269,11 +279,11 @@ def mamba_step(
         z, inputs = projected[:, :inner], projected[:, inner:]
         y = _mixed(
             inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state,
-            rows.starts, rows.starts[1:], rows.past, rows.slots, 1, dither=dither, shape=shape,
+            rows.starts, rows.starts[1:], rows.past, rows.slots, 1, rounds=rounds, shape=shape,
         )  # fmt: skip
         return gated_norm(y, z, norm_weight, groups, eps)
     gated = torch.empty(count, inner, dtype=torch.float32, device=projected.device)
-    block_p, warps, registers = shape or (min(32, triton.next_power_of_2(dim)), 4, 255)
+    block_p, warps, registers = shape or (min(32, max(8, triton.next_power_of_2(dim))), 4, 255)
     parts = triton.cdiv(dim, block_p)
     taps, block_n, block_g = (triton.next_power_of_2(size) for size in (reach, n, inner // groups))
     _step[(heads * parts, count)](
@@ -281,7 +291,7 @@ def mamba_step(
         gated, counters(projected.device, count * groups), out,
         projected.stride(0), conv_state.stride(0), ssm_state.stride(0), dt_limit[0], min(dt_limit[1], 3e38), eps,
         heads, dim, n, groups, reach, taps, conv_bias is not None, parts,
-        dither and ssm_state.dtype == torch.float16, block_p, block_n, block_g,
+        rounds * (ssm_state.dtype == torch.float16), block_p, block_n, block_g,
         num_warps=warps, maxnreg=registers, **OPTIONS,
     )  # fmt: skip
     return out
@@ -310,14 +320,8 @@ def mamba_verify(
     z, inputs, ends = projected[:, :inner], projected[:, inner:], rows.starts[1:]
     y = _mixed(
         inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state,
-        rows.starts, ends, rows.past, rows.slots, longest, move=False,
+        rows.starts, ends, rows.past, rows.slots, longest, move=False, kept=ring,
     )  # fmt: skip
-    if longest:
-        width = ring.shape[2]
-        _keep[(longest, len(rows.lens), triton.cdiv(width, 1024))](
-            inputs, ring, rows.starts, ends, rows.slots, inputs.stride(0), ring.stride(0), width, 1024,
-            num_warps=4, **OPTIONS,
-        )  # fmt: skip
     return gated_norm(y, z, norm_weight, groups, eps)
 
 
@@ -335,15 +339,13 @@ def mamba_replay(
     slots: Tensor,
     past: Tensor,
     counts: Tensor,
-    dither: bool = False,
+    rounds: int = 0,
 ) -> None:
     """See ops.mamba_replay. Nobody waits for anything here: the counts stay on the device."""
-    longest, device = ring.shape[1], ring.device
-    inputs = ring[slots].flatten(0, 1)
-    starts = torch.arange(0, len(inputs), longest, dtype=torch.int32, device=device)
+    inputs = ring.view(-1, ring.shape[2])
     _mixed(
         inputs, conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state,
-        starts, starts + counts.int(), past, slots, longest, out=False, dither=dither,
+        counts, counts, past, slots, ring.shape[1], out=False, rounds=rounds, ring=True,
     )  # fmt: skip
 
 
@@ -365,20 +367,23 @@ def _mixed(
     longest: int,
     move: bool = True,
     out: bool = True,
-    dither: bool = False,
+    rounds: int = 0,
     shape: tuple[int, int, int] | None = None,
+    ring: bool = False,
+    kept: Tensor | None = None,
 ) -> Tensor:
-    """Convolution and recurrence of [xBC, dt] -> y [T, inner], if `out`; the states of the rows move on, if `move`."""
+    """Convolution and recurrence of [xBC, dt] -> y [T, inner], if `out`; the states of the rows move on, if `move`.
+    ring: the tokens are those of the slots; kept: they are left there; see convolve()."""
     _, heads, dim, n = ssm_state.shape
     inner, width = heads * dim, groups * n
-    xBC = convolve(
-        inputs[:, : inner + 2 * width], conv_weight, conv_bias, conv_state, starts, ends, past, slots, longest, move
-    )
+    convolved = inputs[:, : inner + 2 * width]
+    xBC = convolve(convolved, conv_weight, conv_bias, conv_state, starts, ends, past, slots, longest, move, ring, kept)
     x, B, C = xBC.split([inner, width, width], dim=-1)
     dt = inputs[:, inner + 2 * width :]
     y = torch.empty(len(inputs), inner, dtype=inputs.dtype, device=inputs.device) if out else inputs
-    block_p, warps, registers = shape or _SHAPES[ssm_state.dtype.itemsize]
-    block_p = min(block_p, triton.next_power_of_2(dim))
+    rounds *= ssm_state.dtype == torch.float16
+    block_p, warps, registers = shape or (_AT_RANDOM if rounds else _SHAPES[ssm_state.dtype.itemsize])
+    block_p = min(block_p, max(8, triton.next_power_of_2(dim)))  # eight rows share random bits
     parts = triton.cdiv(dim, block_p)
     if len(inputs):
         _advance[(heads * parts, len(ends))](
@@ -386,7 +391,7 @@ def _mixed(
             x.stride(0), B.stride(0), C.stride(0), dt.stride(0), ssm_state.stride(0), dt_limit[0],
             min(dt_limit[1], 3e38),
             heads, dim, n, groups, parts, longest == 1 and out, move, out,
-            dither and ssm_state.dtype == torch.float16, block_p, triton.next_power_of_2(n),
+            rounds, longest if ring else 0, block_p, triton.next_power_of_2(n),
             num_warps=warps, maxnreg=registers, **OPTIONS,
         )  # fmt: skip
     return y

@@ -55,6 +55,17 @@ def by_hand(drawn, guesses, before, position, stops, open_at) -> list[int]:
     return kept
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_begin_block(rows: int):
+    anchors, places = torch.tensor([7, 3, 9]), torch.tensor([20, 0, 5], dtype=torch.int32)
+    found, expected = both(ops.begin_block, anchors, places, rows, 99)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype and one.tolist() == other.tolist()
+    assert found[0].view(3, -1)[1].tolist() == [3, *[99] * (rows - 1)]
+    assert found[1].view(3, -1)[0].tolist() == list(range(20, 20 + rows))
+    assert found[2].tolist() == [0, rows, 2 * rows, 3 * rows]
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_ahead(dtype: torch.dtype):
     found, expected = both(ops.ahead, torch.tensor([5, 0, 9], dtype=torch.int32), 4, dtype)

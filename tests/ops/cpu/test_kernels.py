@@ -268,6 +268,36 @@ def test_mamba_step(draw, dtype: torch.dtype) -> None:
         batch.past += 1
 
 
+@pytest.mark.parametrize("rounds", [0, 5, 10])
+@pytest.mark.parametrize("unit", [1.0, 2.0**-30])
+@pytest.mark.parametrize(("heads", "groups", "dim", "n"), [(6, 2, 8, 12), (4, 1, 40, 16), (2, 2, 17, 128)])
+def test_states_are_rounded_with_the_bits_of_the_reference(draw, heads, groups, dim, n, unit, rounds) -> None:
+    """Steps and replays of what fp32 holds exactly: whole numbers that SiLU leaves alone, no decay; in units that lead
+    above what fp16 can hold, or below its normal numbers."""
+    inner, channels = heads * dim, heads * dim + 2 * groups * n
+    taps = torch.eye(4)[3].repeat(channels, 1)
+    recurrence = (taps, None, torch.linspace(-150, -160, heads), draw(heads), draw(heads), (unit, unit))
+    whole = lambda *shape: draw(*shape).mul(60).round().abs().add(20)  # noqa: E731
+    conv, ssm = whole(5, 3, channels), ((draw(5, heads, dim, n) * 100).round() * 64 * unit).half()
+    ring, past = whole(5, 4, channels + heads), torch.tensor([0, 5, 2_000_000], dtype=torch.int32)
+    batch, projected = rows(past.tolist(), [1, 1, 1], [2, 1, 4]), whole(3, inner + channels + heads)
+    steps = []
+
+    def step() -> None:
+        steps.append(ssm.clone())
+        ops.mamba_step(projected, *recurrence, draw(inner), groups, 1e-5, conv.clone(), steps[-1], batch, rounds)
+        steps.append(ssm.clone())
+        counts = torch.tensor([2, 0, 3], dtype=torch.int32)
+        ops.mamba_replay(*recurrence, groups, conv.clone(), steps[-1], ring, batch.slots, past, counts, rounds)
+
+    step()
+    with ops.using("reference"):
+        step()
+    for one, other in zip(steps[:2], steps[2:], strict=True):
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+    assert steps[0].isfinite().all() or not rounds
+
+
 @pytest.mark.parametrize("dtype", WEIGHTS, ids=str)
 @pytest.mark.parametrize("kept", DTYPES, ids=str)
 @pytest.mark.parametrize("lens", [[1, 1, 1], [8, 2, 5], [3, 13, 16]], ids=str)

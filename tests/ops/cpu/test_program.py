@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from leyden import ops
-from leyden.ops.cpu.program import Arena, NotRecordable, Program, available
+from leyden.ops.cpu.program import Arena, NotRecordable, Program, available, types
 from leyden.ops.rows import Rows
 from tests.batches import weight
 
@@ -73,22 +73,26 @@ def test_views_can_be_recorded() -> None:
     assert torch.equal(Program(taken, Arena())(), taken())
 
 
-def test_steps_that_check_guesses_can_be_recorded() -> None:
-    """Verify and replay of 1 to 3 tokens a row; slots, past and counts are read when the program runs."""
+@pytest.mark.parametrize("rounds", [0, 5])
+def test_steps_of_states_can_be_recorded(rounds: int) -> None:
+    """A step; then verify and replay of 1 to 3 tokens a row; slots, past and counts are read when the program runs.
+    With rounds states are of 16 bits."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
     heads, groups, dim, n, lens = 4, 2, 8, 16, (3, 1, 2)
     inner, channels = heads * dim, heads * dim + 2 * groups * n
     recurrence = (draw(channels, 4), draw(channels), draw(heads), draw(heads), draw(heads), (0.0, float("inf")))
     slots, past, counts = (torch.zeros(3, dtype=torch.int32) for _ in range(3))
-    starts = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
+    each, starts = torch.arange(4, dtype=torch.int32), torch.tensor([0, 3, 4, 6], dtype=torch.int32)
     projected, norm = draw(sum(lens), inner + channels + heads), draw(inner)
-    states = draw(5, 3, channels), draw(5, heads, dim, n), torch.zeros(5, 4, channels + heads)
+    dtype = torch.float16 if rounds and torch.float16 in types else torch.float32
+    states = draw(5, 3, channels), draw(5, heads, dim, n).to(dtype), torch.zeros(5, 4, channels + heads)
 
     def step(states: tuple[Tensor, ...]) -> Tensor:
-        rows = Rows(lens, starts, past, slots, None)
+        one, rows = (Rows(n, at, past, slots, None) for n, at in (((1, 1, 1), each), (lens, starts)))
+        ops.mamba_step(projected[:3], *recurrence, norm, groups, 1e-5, *states[:2], one, rounds)
         out = ops.mamba_verify(projected, *recurrence, norm, groups, 1e-5, *states, rows)
-        ops.mamba_replay(*recurrence, groups, *states, slots, past, counts)
+        ops.mamba_replay(*recurrence, groups, *states, slots, past, counts, rounds)
         return out
 
     kept = tuple(state.clone() for state in states)

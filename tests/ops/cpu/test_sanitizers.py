@@ -15,7 +15,7 @@ import pytest
 from leyden.ops.cpu.program import available
 
 ROOT = Path(__file__).parents[3]
-TESTS = [f"tests/ops/cpu/test_{name}.py" for name in ("kernels", "formats", "drafter")]
+TESTS = [f"tests/ops/cpu/test_{name}.py" for name in ("kernels", "formats", "draft", "drafter")]
 FLAGS = "-g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 NARROW = "-O1 -march=x86-64" if os.uname().machine == "x86_64" else "-O1"  # at -O0 GCC 12 is minutes on the vectors
 AS_HERE = "-O0"

@@ -1,0 +1,314 @@
+"""Products of a few rows with matrices of 4- or 8-bit floats, decoded in registers on their way to the tensor cores.
+
+A warp takes TILES tiles of 16 rows of the matrix, 64 columns at a time, and reads each of them once for eight times
+GROUPS rows of x; the next are always on their way. SPLIT warps share the columns and add up what they have; the other
+warps of a program have other rows of the matrix and, with luck, find the rows of x where the first one left them.
+
+Rows of x are bfloat16 and 16-byte aligned, their length a multiple of 16. Codes of 4 bits are formats/nvfp4.Tiled,
+those of 8 bits lie as the checkpoint has them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leyden.formats import Weight
+from leyden.ops.triton.fragments import eight, four, mma, values, weights
+from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
+
+WARPS = 3000  # at least, to keep the memory of an H200 busy
+
+
+@triton.jit
+def _places(
+    codes, scales, first, part, g, t, N, chunks,
+    K: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr, BANDS: tl.constexpr,
+):  # fmt: skip
+    """Where the first of a thread's words are in each of the warp's TILES, which are BANDS apart, and whether any."""
+    made = ()  # type: tuple[object, ...]
+    for i in tl.static_range(TILES):
+        row = first + i * BANDS
+        inside = row * 16 < N
+        if BITS == 4:
+            at = row * chunks + part
+            made = made + (codes + at * 128 + (g * 16 + t * 4), scales + at * 16 + (g * 2 + t // 2), inside)
+        else:
+            n, at = row * 16 + g, part * 16 + t * 4
+            upper, lower = tl.minimum(n, N - 1).to(tl.int64), tl.minimum(n + 8, N - 1).to(tl.int64)
+            made = made + (codes + upper * (K // 4) + at, codes + lower * (K // 4) + at, inside)
+    return made
+
+
+@triton.jit
+def _tiles(places, step, some, BITS: tl.constexpr, TILES: tl.constexpr):
+    """`step` tiles further: the words of rows g and g + 8 of each, and four scales or nothing."""
+    words = ()  # type: tuple[object, ...]
+    for i in tl.static_range(TILES):
+        inside = places[3 * i + 2] & some
+        words = words + weights(places[3 * i] + step * (128 if BITS == 4 else 16), inside)
+        if BITS == 4:  # a scale of zero under codes that mean nothing
+            words = words + (tl.load(places[3 * i + 1] + step * 16, mask=inside, other=0),)
+        else:
+            words = words + weights(places[3 * i + 1] + step * 16, inside)
+    return words
+
+
+@triton.jit
+def _fragments(words, FIRST: tl.constexpr, BITS: tl.constexpr):
+    """The tile whose words begin at FIRST, decoded: for each 16 columns rows g and g + 8, then their next columns."""
+    if BITS == 4:
+        scales = words[FIRST + 4]
+        a = four(words[FIRST], scales, 0)
+        b = four(words[FIRST + 2], scales, 2)
+        c = four(words[FIRST + 1], scales, 1)
+        d = four(words[FIRST + 3], scales, 3)
+        return (
+            a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3],
+            c[0], d[0], c[1], d[1], c[2], d[2], c[3], d[3],
+        )  # fmt: skip
+    else:
+        made = ()  # type: tuple[object, ...]
+        for i in tl.static_range(4):
+            a = eight(words[FIRST + i])
+            b = eight(words[FIRST + 4 + i])
+            made = made + (a[0], b[0], a[1], b[1])
+        return made
+
+
+@triton.jit(do_not_specialize=["M"])
+def _product(
+    x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
+    scores, joined, arrived, M, N, x_stride,
+    K: tl.constexpr, BITS: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, UP: tl.constexpr,
+    EARLY: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """out[i, n] = sum_k x[i, k] W[n, k]; with UP relu(.)^2.
+
+    Without ids and offsets one matrix and M rows. Else the second dimension of the grid counts matrices. First PARTS of
+    a shared expert, each as large as a routed one, for M rows: rows of its up_proj, columns of its down_proj. Then, if
+    there are `offsets`, those of a stack, each with its rows on the list `order`: UP reads row order[i] // CHOICES and
+    writes row i; otherwise row i is read and row order[i] written. If there are `ids` instead, M is 1, and there is one
+    matrix for each choice. Between the products the rows of the parts lie after those of the choices. EARLY: all that
+    says which matrix it is was written two kernels ago or earlier.
+
+    With `scores` [M, CHOICES], where not UP, the last program of some columns adds up what a row's choices and the
+    shared expert gave, into `joined` [M, N].
+    """
+    CHUNKS: tl.constexpr = (K + 63) // 64
+    STEPS: tl.constexpr = (CHUNKS + SPLIT - 1) // SPLIT
+    BANDS: tl.constexpr = THREADS // 32 // SPLIT
+    EACH: tl.constexpr = 5 if BITS == 4 else 8  # words of a tile
+    APART: tl.constexpr = 32 if BITS == 4 else 8
+    EVEN: tl.constexpr = K % (64 * SPLIT) == 0
+    thread = tl.arange(0, THREADS)
+    g, t, warp = thread % 32 // 4, thread % 4, thread // 32
+    part, own = warp % SPLIT, tl.program_id(0) * (TILES * BANDS) + warp // SPLIT
+    if not EARLY:
+        wait()
+        release()
+    item = tl.program_id(1)
+    first, end, base = 0, M, 0
+    chunks = CHUNKS
+    if PARTS > 0 or ids is not None or offsets is not None:
+        routed = item >= PARTS
+        expert = item - PARTS
+        if offsets is not None:
+            first = tl.load(offsets + expert, mask=routed, other=0)
+            end = tl.load(offsets + expert + 1, mask=routed, other=M)
+        else:
+            first = tl.maximum(expert, 0)
+            end = tl.where(routed, expert + 1, M)
+            expert = tl.load(ids + expert, mask=routed, other=0).to(tl.int32)
+        tiles = tl.maximum(expert, 0).to(tl.int64) * (N // 16 * CHUNKS)
+        if PARTS > 0:
+            tiles = tl.where(routed, tiles, item * (N // 16 * CHUNKS if UP else CHUNKS))
+            chunks = tl.where(routed, CHUNKS, CHUNKS if UP else CHUNKS * PARTS)
+            codes = tl.where(routed, codes, shared_codes)
+            scales = tl.where(routed, scales, shared_scales)
+            base = tl.where(routed, 0, M * CHOICES + item * M)
+            whole = tl.where(routed, whole + tl.maximum(expert, 0), shared_whole)
+        else:
+            whole += expert
+        codes += tiles * 128
+        scales += tiles * 16
+    else:
+        routed = True
+    first += tl.program_id(2) * (8 * GROUPS)
+    stride = tl.num_programs(2) * (8 * GROUPS)
+    places = _places(codes, scales, own, part, g, t, N, chunks, K, BITS, TILES, BANDS)
+    own_k = t * 8 if BITS == 4 else t * 16  # of 64 columns; the second half of a thread's is APART from the first
+    in_k = own_k + part * 64 < K
+    words = _tiles(places, 0, in_k & (first < end), BITS, TILES)
+    if EARLY:
+        wait()
+        release()
+    factor = tl.load(whole)
+    if BITS == 4:
+        factor *= 128.0
+    for block in range(first, end, stride):
+        sources = ()  # type: tuple[object, ...]
+        for j in tl.static_range(GROUPS):
+            at = tl.minimum(block + j * 8 + g, end - 1)  # beyond the last row that one again
+            row = at
+            if UP:
+                if order is not None:
+                    row = tl.load(order + at, mask=routed, other=0)
+                row = tl.where(routed, row // CHOICES, at)
+            sources = sources + (x + (row if UP else row + base).to(tl.int64) * x_stride + (own_k + part * 64),)
+        sums = ()  # type: tuple[object, ...]
+        for _ in tl.static_range(TILES * GROUPS * 4):
+            sums = sums + (tl.zeros((THREADS,), dtype=tl.float32),)
+        for i in tl.range(STEPS, loop_unroll_factor=2):
+            some = (i + 1 < STEPS) & (own_k + (part + (i + 1) * SPLIT) * 64 < K)
+            following = _tiles(places, (i + 1) * SPLIT, some, BITS, TILES)
+            column = i * (SPLIT * 64)
+            inside = own_k + part * 64 + column < K
+            v = ()  # type: tuple[object, ...]
+            for j in tl.static_range(GROUPS):
+                source = (sources[j] + column).to(tl.pointer_type(tl.int32), bitcast=True)
+                v = v + values(source, inside, EVEN) + values(source + APART // 2, inside, EVEN)
+            made = ()  # type: tuple[object, ...]
+            for r in tl.static_range(TILES):
+                a = _fragments(words, r * EACH, BITS)
+                for j in tl.static_range(GROUPS):
+                    c = (
+                        sums[(r * GROUPS + j) * 4], sums[(r * GROUPS + j) * 4 + 1],
+                        sums[(r * GROUPS + j) * 4 + 2], sums[(r * GROUPS + j) * 4 + 3],
+                    )  # fmt: skip
+                    for s in tl.static_range(4):
+                        c = mma(
+                            c[0], c[1], c[2], c[3], a[4 * s], a[4 * s + 1], a[4 * s + 2], a[4 * s + 3],
+                            v[j * 8 + 2 * s], v[j * 8 + 2 * s + 1],
+                        )  # fmt: skip
+                    made = made + c
+            sums = made
+            words = following
+        m, q = tl.arange(0, 8), tl.arange(0, 16 * BANDS)
+        for j in tl.static_range(GROUPS):
+            at = block + j * 8 + m
+            target = at
+            if order is not None and not UP:
+                target = tl.load(order + at, mask=(at < end) & routed, other=0)
+                if PARTS > 0:
+                    target = tl.where(routed, target, at)
+            target = (target + base).to(tl.int64)
+            for r in tl.static_range(TILES):
+                both = tl.join(
+                    tl.join(sums[(r * GROUPS + j) * 4], sums[(r * GROUPS + j) * 4 + 1]),
+                    tl.join(sums[(r * GROUPS + j) * 4 + 2], sums[(r * GROUPS + j) * 4 + 3]),
+                )
+                both = tl.sum(tl.reshape(both, (BANDS, SPLIT, 8, 4, 2, 2)), 1)  # bands, g, t, even or odd, half
+                total = tl.reshape(tl.permute(both, (2, 3, 0, 4, 1)), (8, 16 * BANDS)) * factor
+                if UP:
+                    total = tl.maximum(total.to(out.dtype.element_ty).to(tl.float32), 0.0)
+                    total *= total
+                n = (tl.program_id(0) * TILES + r) * (16 * BANDS) + q
+                tl.store(
+                    out + target[:, None] * N + n[None, :], total.to(out.dtype.element_ty),
+                    mask=(at < end)[:, None] & (n < N)[None, :],
+                )  # fmt: skip
+        words = _tiles(places, 0, in_k & (block + stride < end), BITS, TILES)
+    if scores is not None:  # noqa: SIM102 - decided when the kernel is compiled
+        if arrive(arrived + tl.program_id(0), tl.num_programs(1) * tl.num_programs(2)):
+            n = tl.program_id(0) * (16 * TILES * BANDS) + tl.arange(0, 16 * TILES * BANDS)
+            _join(out, scores, joined, n, M, N, CHOICES, PARTS)
+
+
+@triton.jit
+def _join(done, scores, joined, n, M, N, CHOICES: tl.constexpr, PARTS: tl.constexpr):
+    """moe._combine for some columns and all rows, of what other programs have just written."""
+    m = tl.arange(0, 8)
+    for first in range(0, M, 8):
+        row = first + m
+        inside = (row < M)[:, None] & (n < N)[None, :]
+        total = tl.zeros((8, n.shape[0]), dtype=tl.float32)
+        for choice in tl.static_range(CHOICES):
+            at = row * CHOICES + choice
+            score = tl.load(scores + at, mask=row < M, other=0.0)
+            value = tl.load(done + at[:, None] * N + n[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+            total += score[:, None] * value.to(tl.float32)
+        for part in tl.static_range(PARTS):
+            at = M * CHOICES + part * M + row
+            value = tl.load(done + at[:, None] * N + n[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+            total += value.to(tl.float32)
+        tl.store(joined + row[:, None] * N + n[None, :], total.to(joined.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the work is cut; see the top of the file. `split` divides `warps`."""
+
+    tiles: int
+    groups: int
+    split: int
+    warps: int
+
+
+def stored(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(words, scales of four blocks, scale of the matrix or of each of a stack)"""
+    parts = weight.parts
+    if weight.format.name == "fp8":
+        return parts["weight"].view(torch.int32), None, parts["weight_scale"]
+    return parts["weight"], parts["weight_scale"].view(torch.int32), parts["weight_scale_2"]
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x [M, K], with rows that can be read."""
+    return x if x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == 1 else x.contiguous()
+
+
+def product(
+    x: Tensor,
+    weight: Weight,
+    out: Tensor,
+    count: int,
+    up: bool = False,
+    choices: int = 1,
+    ids: Tensor | None = None,
+    lists: tuple[Tensor, Tensor] | None = None,
+    shared: Weight | None = None,
+    parts: int = 0,
+    scores: Tensor | None = None,
+    joined: Tensor | None = None,
+    shape: Shape | None = None,
+) -> None:
+    """Rows of x, bfloat16 and aligned(), times one matrix, or with `ids` of one row or `lists` of moe.listed() those of
+    a stack, of which `count` rows have chosen `choices` each; and times `parts` of the shared expert. The sums over a
+    row's choices with its `scores` [count, choices] go to `joined`, if that is wanted. See _product."""
+    size, k = weight.shape[-2:]
+    bits = 8 if weight.format.name == "fp8" else 4
+    codes, scales, whole = stored(weight)
+    shared_codes, shared_scales, shared_whole = stored(shared) if shared else (codes, scales, whole)
+    order, offsets = lists or (None, None)
+    routed = lists is not None or ids is not None
+    total = weight.shape[0] if lists else choices if ids is not None else 1
+    mean = max(1, count * choices / total)
+    rows = mean + 1.5 * mean**0.5 if lists else mean  # some matrices of a stack have more than others
+    how = shape or chosen(rows, size, k, min(total, count * choices) + parts, bits)
+    bands = how.warps // how.split
+    grid = (
+        triton.cdiv(size, 16 * how.tiles * bands),
+        parts + total,
+        max(1, round(rows / (8 * how.groups))),
+    )
+    arrived = counters(x.device, grid[0]) if joined is not None else None
+    _product[grid](
+        x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
+        scores, joined, arrived, count, size, x.stride(0), k, bits, choices, parts, up, not (routed and up),
+        how.tiles, how.groups, how.split, 32 * how.warps, num_warps=how.warps, **OPTIONS,
+    )  # fmt: skip
+
+
+def chosen(rows: float, size: int, k: int, matrices: int, bits: int) -> Shape:
+    """For `rows` of x for each of `matrices` [size, k] that are read: enough warps for every multiprocessor, and two
+    tiles for each, which share the rows of x, where registers allow it and issuing instructions is what takes time."""
+    groups = min(4, -(-int(rows) // 8))
+    work = size / 16 * matrices * max(1, rows / (8 * groups))
+    for tiles in (2, 1) if bits == 4 and rows > 4 else (1,):
+        for split in (1, 2, 4, 8, 16) if groups == 1 else (1, 2, 4, 8):
+            if work / tiles * split >= WARPS and split * 128 <= k:
+                return Shape(tiles, groups, split, max(4, split))
+    return Shape(1, groups, 8, 8)

@@ -1,0 +1,125 @@
+"""Counts what a step launches on a GPU, on a machine without one: the shapes of 30B-A3B, tensors without memory.
+
+usage: python runs/h200/launches.py
+
+Kernels of this project are counted where Triton would launch them, PyTorch's where an operation that makes new values
+is dispatched. A step that would have to read a number from the device does not get through at all: there is none.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from leyden.bench import middling
+from leyden.cache.pool import NO_DRAFTER, DraftShape, Pool, PoolShape
+from leyden.config.drafter import DrafterConfig
+from leyden.config.model import ModelConfig
+from leyden.engine import draft_capture
+from leyden.engine.capture import CapturedGraphs
+from leyden.engine.draft_capture import CapturedDraftGraphs
+from leyden.engine.drafting import Drafting
+from leyden.engine.sampler import Sampler
+from leyden.model.checkpoint import build
+from leyden.model.drafters import DrafterNetwork
+from leyden.ops import registry
+from leyden.spec.dflash import DFlash
+from leyden.spec.mtp import MTP
+from leyden.types import Plan, Row
+
+COUNTS: Counter[str] = Counter()
+FREE = {"empty", "empty_like", "new_empty", "empty_strided", "detach", "_unsafe_view"}
+
+
+class Operations(TorchDispatchMode):
+    """Counts what PyTorch would launch."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        if not func.is_view and name not in FREE:
+            COUNTS[f"torch {name}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launched(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+    COUNTS[f"{self.fn.__module__.rsplit('.', 1)[-1]}.{self.fn.__name__}"] += 1
+
+
+class Once:
+    """In place of a graph: the step, once."""
+
+    def __init__(self, step: Callable[[], Tensor], memory: Any):
+        COUNTS.clear()
+        self.out = step()
+
+    def __call__(self) -> None:
+        pass
+
+
+def pool_of(config: ModelConfig, slots: int, draft: DraftShape) -> Pool:
+    half = torch.bfloat16
+    return Pool(config, PoolShape(slots + 1, 1000, 16, 4096, half, half, torch.float32, draft), "meta")
+
+
+def report(name: str, most: int = 40) -> None:
+    print(f"{name}: {sum(COUNTS.values())} launches")
+    for what, count in COUNTS.most_common(most):
+        print(f"    {count:4d} {what}")
+
+
+def single(config: ModelConfig, model: Any, rows: int) -> None:
+    pool = pool_of(config, rows, NO_DRAFTER)
+    graphs = CapturedGraphs(model, pool, Sampler(rows + 1, config.vocab_size, "meta"), (rows,))
+    graphs._size, graphs._width = rows, 64
+
+    def once(what: str, count: int, step: Callable[[], Tensor]) -> Tensor:
+        COUNTS.clear()
+        return step()
+
+    graphs._run = once  # type: ignore
+    graphs.tokens(rows)
+    COUNTS["torch clone"] -= 1  # of what is given out
+    report(f"{rows} rows of one token")
+
+
+def drafted(config: ModelConfig, model: Any, rows: int, drafter: Any, draft: DraftShape, name: str) -> None:
+    pool = pool_of(config, rows, draft)
+    sampler = Sampler(rows + 1, config.vocab_size, "meta", draft.width)
+    drafting = Drafting([drafter], model, pool, sampler, False)
+    graphs = CapturedDraftGraphs(model, pool, sampler, drafting, (rows,))
+    plan = Plan(rows=[Row(i + 1, 100, 1 + draft.width, [], True) for i in range(rows)], drafts=draft.width)
+    for row in plan.rows:
+        row.drafts = draft.width
+    form = graphs._load(plan)
+    assert form is not None and graphs._whole(plan, form) is not None
+    report(f"{rows} rows with {draft.width} drafts of {name}")
+
+
+def main() -> None:
+    JITFunction.run = launched  # type: ignore
+    registry._device = lambda args: "cuda"
+    torch.cuda.graph_pool_handle = lambda: None  # type: ignore
+    setattr(draft_capture, "Captured", Once)  # noqa: B010
+    with TemporaryDirectory() as made:
+        config = ModelConfig.from_folder(middling.describe(Path(made), **middling.RELEASE, num_nextn_predict_layers=1))
+    model = build(config, torch.bfloat16, "meta", True).eval().requires_grad_(False)
+    network = DrafterNetwork(DrafterConfig.from_dict(middling.drafter_keys(config, "dspark")), torch.bfloat16, "meta")
+    with torch.inference_mode(), Operations():
+        single(config, model, 1)
+        single(config, model, 8)
+        drafted(config, model, 1, MTP(model, 3), DraftShape(3, 2, 1), "mtp")
+        layers = (6, config.num_key_value_heads, config.head_dim)
+        drafted(config, model, 1, DFlash(network, model, 7), DraftShape(7, 0, 0, layers), "dspark")
+
+
+if __name__ == "__main__":
+    main()

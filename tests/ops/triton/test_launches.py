@@ -1,0 +1,29 @@
+"""What a step launches on a GPU, counted without one: that many and no more, and none that reads from the device."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton comes with PyTorch on CUDA; elsewhere install the dev extra")
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_launches_of_a_step():
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "runs/h200/launches.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^(.*): (\d+) launches", done.stdout, re.MULTILINE)
+    most = {
+        "1 rows of one token": 200,
+        "8 rows of one token": 310,
+        "1 rows with 3 drafts of mtp": 425,
+        "1 rows with 7 drafts of dspark": 560,
+    }
+    assert [name for name, _ in found] == list(most)
+    assert all(int(count) <= most[name] for name, count in found), found
