@@ -366,13 +366,18 @@ INLINE void dots_of_codes(const Matrix *m, int64_t row, int64_t count, const voi
                           float *out, int64_t stride, const int kind) {
     if (tokens > FEW) {
         dots_of_many(m, row, count, x, tokens, out, stride, kind);
-    } else if (tokens == 1) { /* waits for memory, which likes one stream */
-        for (int64_t r = 0; r < count; r++) dots_of_few(m, row + r, x, out + r, stride, 1, 1, kind);
-    } else {
-        int64_t r = 0;
-        for (; r + 2 <= count; r += 2) dots_of_few(m, row + r, x, out + r, stride, 2, 2, kind);
-        if (r < count) dots_of_few(m, row + r, x, out + r, stride, 1, 2, kind);
+        return;
     }
+    for (int64_t r = 0; r < count; r += 2)
+        switch (10 * (count - r > 1 ? 2 : 1) + tokens) {
+#define CASE(R, T) \
+    case 10 * R + T: dots_of_few(m, row + r, x, out + r, stride, R, T, kind); break
+            CASE(1, 1);
+            CASE(1, 2);
+            CASE(2, 1);
+            CASE(2, 2);
+#undef CASE
+        }
 }
 
 /* R rows with T tokens; lanes are columns here, for 8-bit floats need more room than codes as they are. */
