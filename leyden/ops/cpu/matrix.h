@@ -49,7 +49,7 @@ int64_t ready_bytes(const Matrix *m);
 void make_ready(const Matrix *m, const void *x, int type, void *out);
 
 /* out[t * stride + r] = x[t] . row `row` + r of m, for up to TALL rows and MOST_TOKENS tokens made ready. There must be
-room for TALL results of each. A token's results do not depend on the others. */
+room for TALL results of each. Results of one or two tokens differ from those of more in the order of the last sums. */
 enum { TALL = 16, MOST_TOKENS = 8 };
 void dots(const Matrix *m, int64_t row, int64_t count, const void *const *x, int64_t tokens, float *out,
           int64_t stride);

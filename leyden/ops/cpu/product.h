@@ -22,8 +22,8 @@ enum { PANEL = 24 }; /* rows of the matrix that are unpacked together, if they a
 /* Rows x[0 .. count) of DOT(type) times rows [from, to) of m; each sum goes to `finish` once.
 
 Sums are taken in the same order however many tokens there are: a token's result does not depend on those beside it.
-But MOST_TOKENS and fewer meet codes as they are, if their rows have been made ready for that (`ready` not null). `panel`: room for
-PANEL rows of `type`. */
+But MOST_TOKENS and fewer meet codes as they are, if their rows have been made ready for that (`ready` not null; see
+`dots`). `panel`: room for PANEL rows of `type`. */
 void product(const void *const *x, const void *const *ready, int64_t count, const Matrix *m, int64_t from, int64_t to,
              void *panel, Finish *finish, const void *context);
 
