@@ -133,7 +133,7 @@ class Ladder:
         self._count = 0
         self._random = torch.Generator().manual_seed(0)
         self.generate(1, 16)
-        self.load_s, self.loaded = time.monotonic() - started, time.time()
+        self.load_s, self.loaded = self._first_at - started, time.time() - (time.monotonic() - self._first_at)
         self.probe: Any = None
         if device == "cuda":
             self.probe = DeviceProbe()
@@ -155,7 +155,7 @@ class Ladder:
         waiting, tokens, started = set(names), 0, self._clock()
         while waiting:
             waiting -= {delta.request_id for delta in self.engine.step() if delta.token_ids}
-        first, seconds = self._clock() - started, []
+        first, seconds, self._first_at = self._clock() - started, [], time.monotonic()
         for _ in range(self._warm if steps > 1 else 0):
             self.engine.step()
         for _ in range(steps if steps > 1 else 0):
@@ -206,11 +206,10 @@ def main(argv: Sequence[str]) -> int:
     grid.add(parser)
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement; medians count (default 3)")
     parser.add_argument("--threads", type=int, help="default: as torch chooses, which OMP_NUM_THREADS changes")
+    parser.add_argument("--cpu-affinity", metavar="LIST", help="processors to keep to, such as 0-3,8")
     parser.add_argument("--reference", action="store_true", help="run the reference ops instead of the kernels")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     given = parser.parse_args(argv)
-    if given.threads:
-        torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as made, ops.using("reference") if given.reference else nullcontext():
         drafts = _drafts(given)
         sizes = middling.RELEASE if given.release else {}
@@ -230,6 +229,8 @@ def main(argv: Sequence[str]) -> int:
             SamplingParams(temperature=1.0, top_p=0.95) if given.sample else None,
             time.process_time if given.processor_time else time.perf_counter,
             mamba_ssm_cache_dtype=given.mamba_ssm_cache_dtype,
+            threads=given.threads,
+            cpu_affinity=given.cpu_affinity,
             speculative_config=drafts,
         )
         load_s = ladder.loaded - given.since if given.since else ladder.load_s

@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 
 from leyden.bench import grid
+from leyden.config import cores
 from leyden.errors import ConfigError
 
 _STEPS = 24  # of decoding in one measurement, as in leyden.bench.ladder
@@ -201,6 +202,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quantization", help="int8, int4, nvfp4 or fp8, of this engine alone")
     grid.add(parser)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every engine (default: all)")
+    parser.add_argument("--cpu-affinity", metavar="LIST", help="processors for every engine, such as 0-3,8")
     parser.add_argument("--repeats", type=int, default=3, help="turns of every engine (default 3)")
     parser.add_argument(
         "--patience", type=float, default=60, help="seconds that a turn waits for a quiet machine (default 60)"
@@ -219,6 +221,8 @@ def main(argv: Sequence[str]) -> int:
         engines["llama.cpp"] = _llama_processor_time if given.processor_time else _llama
     if not given.no_transformers and importlib.util.find_spec("transformers"):
         engines["transformers"] = _transformers
+    if given.cpu_affinity:
+        cores.confine(cores.parse(given.cpu_affinity))  # and so its children
     turns: dict[str, list[Figures]] = defaultdict(list)
     others = Others()
     for turn in range(given.repeats):

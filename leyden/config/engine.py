@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from leyden.config import cores
 from leyden.config.speculative import SpeculativeConfig
 from leyden.errors import ConfigError
 
@@ -25,8 +26,11 @@ class EngineConfig:
     revision: str | None = None
     tokenizer: str | None = None  # folder of tokenizer and chat template; None: the model's
     device: str = "auto"  # cuda if there is one, else cpu
+    threads: int | None = None  # that compute on the CPU; None: OMP_NUM_THREADS, or one for each processor
+    cpu_affinity: str | None = None  # processors to keep to, such as 0-3,8
     dtype: str = "auto"  # of the activations: the checkpoint's, unless float32, bfloat16 or float16 is asked for
     load_format: str = "auto"  # auto, safetensors, dummy
+    safetensors_load_strategy: str | None = None  # eager: read the files, and keep no image of the weights
     quantization: str | None = None  # int8, int4, nvfp4, fp8: round what the checkpoint holds dense while loading
     seed: int = 0
     max_model_len: int | None = None  # tokens of prompt and answer together
@@ -61,10 +65,12 @@ class EngineConfig:
     speculative_config: dict[str, Any] = field(default_factory=dict)  # empty: no drafts; keys: SpeculativeConfig
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_scheduled_tokens"):
+        for name in ("threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_scheduled_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.cpu_affinity is not None:
+            cores.parse(self.cpu_affinity)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         for name in ("kv_offloading_size", "cache_save_interval"):

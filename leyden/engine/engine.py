@@ -13,6 +13,7 @@ from leyden import log
 from leyden.cache import saved
 from leyden.cache.pool import NO_DRAFTER, Pool
 from leyden.cache.store import Store
+from leyden.config import cores
 from leyden.config.engine import CAPTURE_SIZES, EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
@@ -132,6 +133,7 @@ class Engine:
         check_host_room(config, device)
         if config.cache_dir:
             saved.check_folder(Path(config.cache_dir))
+        _take_processors(config)
         folder = resolve(config.model, config.revision)
         texts = resolve(config.tokenizer) if config.tokenizer else folder
         architecture = ModelConfig.from_folder(folder, config.hf_overrides)
@@ -144,11 +146,12 @@ class Engine:
                 narrow(model, config.quantization)
             checkpoint.dummy(model, config.seed)
         else:
-            checkpoint.load(model, folder, quantization=config.quantization, keep=True)
+            keep = config.safetensors_load_strategy != "eager"
+            checkpoint.load(model, folder, quantization=config.quantization, keep=keep)
         if (
             device.type == "cpu"
             and sum(p.nbytes for p in model.parameters()) < _SHARED
-            and not os.getenv("OMP_NUM_THREADS")
+            and not (config.threads or config.cpu_affinity or os.getenv("OMP_NUM_THREADS"))
         ):
             torch.set_num_threads(1)
         model.eval().requires_grad_(False)
@@ -373,6 +376,16 @@ def _speculation(config: SpeculativeConfig, drafters: Sequence[Drafter]) -> dict
         "shorten": config.enable_adaptive_verification,
         "drafting": str(config),
     }
+
+
+def _take_processors(config: EngineConfig) -> None:
+    """Before anything is computed: threads that exist stay where they are."""
+    if config.cpu_affinity is not None:
+        wanted = cores.parse(config.cpu_affinity)
+        cores.confine(wanted)
+        torch.set_num_threads(config.threads or len(wanted))
+    elif config.threads:
+        torch.set_num_threads(config.threads)
 
 
 def _device(name: str) -> torch.device:

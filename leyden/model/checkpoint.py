@@ -28,6 +28,7 @@ from itertools import groupby
 from json import dumps
 from math import inf
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -52,6 +53,8 @@ __all__ = ["Stored", "build", "dummy", "load", "resolve", "save", "stored_tensor
 
 log = get(__name__)
 
+Network = TypeVar("Network", bound=nn.Module)
+
 _READERS = 8  # threads; one cannot keep a fast disk or a page cache busy
 _CHUNK = 1 << 22  # random values made at a time
 
@@ -75,7 +78,20 @@ def build(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = 
                 weight.allot(format, torch.device("meta"))
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
-    return model.to_empty(device=device)
+    return allocate(model, device)
+
+
+def allocate(network: Network, device: torch.device | str) -> Network:
+    """Give the parameters of a network on meta their memory. Module.to_empty does the same, but it imports sympy first,
+    which takes as long as mapping all the weights of a small model."""
+    made: dict[Tensor, nn.Parameter] = {}
+    for module in network.modules():
+        for name, old in module._parameters.items():
+            if old is not None and old not in made:
+                room = torch.empty(old.shape, dtype=old.dtype, device=device)
+                made[old] = nn.Parameter(room, requires_grad=old.requires_grad)
+            module._parameters[name] = None if old is None else made[old]
+    return network
 
 
 def load(
@@ -98,7 +114,7 @@ def load(
     _compare(model, folder)
     changed = narrow(model, quantization) if quantization else {}
     if any(parameter.is_meta for parameter in model.parameters()):
-        model.to_empty(device=device)
+        allocate(model, device)
     image = Image(model, [stored.file for stored in plan.values()], quantization or "")
     keep = keep and image.bytes >= LEAST and next(model.parameters()).device.type == "cpu"
     if keep and image.map():

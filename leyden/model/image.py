@@ -7,7 +7,8 @@ fastest.
 
 Images are for the CPU, and for networks of some size. They live in the user's cache folder under a name that is a hash
 of what they depend on: the files of the checkpoint, their sizes and times, and what became of them. A new image of a
-checkpoint replaces the old one. Refused, with a line in the log, where it would take more than half of the free disk.
+checkpoint replaces the old one, and of all images the latest few that were used are kept. Refused, with a line in the
+log, where it would take more than half of the free disk. `--safetensors-load-strategy eager` does without.
 """
 
 import hashlib
@@ -27,6 +28,7 @@ from leyden.log import get
 log = get(__name__)
 
 LEAST = 64 * 2**20  # bytes of parameters: smaller ones load in no time
+MOST = 4  # images; the one that was not used for the longest time goes
 _LAYOUT = 1  # of the file; a new number makes old images useless
 _ALIGNMENT = 64  # bytes
 _PIECE = 32 * 2**20  # bytes that are written at a time
@@ -58,6 +60,7 @@ class Image:
                 return False
             # Private: what is written into a parameter later stays in this process.
             whole = torch.from_file(str(self.file), shared=False, size=self.bytes, dtype=torch.uint8)
+            os.utime(self.file)  # used now
         except (OSError, RuntimeError):
             return False
         ops.prepare([whole])
@@ -77,6 +80,7 @@ class Image:
                 return
             for stale in self.file.parent.glob(f"{self._of}-*.weights"):
                 stale.unlink(missing_ok=True)
+            self._drop_old()
             with tempfile.NamedTemporaryFile(dir=self.file.parent, delete=False, buffering=0) as file:
                 try:
                     for piece in _pieces(self._model.parameters()):
@@ -90,6 +94,13 @@ class Image:
             log.info("the weights are not kept for the next start: %s", error)
             return
         log.info("kept the weights for the next start: %s, %.2f GiB", self.file, self.bytes / 2**30)
+
+    def _drop_old(self) -> None:
+        """Make room for one more. Whoever has mapped an image keeps it: only its name goes."""
+        kept = sorted(self.file.parent.glob("*.weights"), key=lambda file: file.stat().st_mtime, reverse=True)
+        for file in kept[MOST - 1 :]:
+            file.unlink(missing_ok=True)
+            log.info("removed weights that were kept for a start that did not come: %s", file)
 
 
 def _pieces(parameters: Iterable[Tensor]) -> Iterator[memoryview]:

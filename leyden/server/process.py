@@ -11,6 +11,7 @@ nothing listens on a network. Both processes log to the same stderr. Only the en
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import os
 import shutil
@@ -223,7 +224,10 @@ def main(folder: str, lifeline: int) -> int:
     log.setup(start.log_level, start.log_format)
     try:
         module, _, function = start.factory.partition(":")
+        gc.disable()  # what is imported and loaded stays: a tenth of torch's import is looking for garbage in it
         engine: Engine = getattr(importlib.import_module(module), function)(**start.config)
+        gc.freeze()
+        gc.enable()
         send(Ready(engine.describe()))
         drive(engine, receive, send)
         code = 0

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from leyden.config.engine import EngineConfig
 from leyden.config.model import ModelConfig
+from leyden.engine.engine import Engine
 from leyden.model import checkpoint, image
 from leyden.model.checkpoint import build, load
 from leyden.model.nemotron import Nemotron
@@ -99,3 +101,27 @@ def test_loading_works_without_room_and_without_a_folder(
     assert not list(cache.iterdir())
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "config.json"))
     assert not mapped(loaded(folder))
+
+
+def test_only_the_latest_images_are_kept(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "MOST", 2)
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    files = []
+    for i, folder in enumerate(folders):
+        tiny(folder)
+        before = set(cache.glob("*")) if cache.exists() else set()
+        loaded(folder)
+        (made,) = set(cache.iterdir()) - before
+        files.append(made)
+        os.utime(made, (i + 1, i + 1))
+        if i == 1:
+            assert mapped(loaded(folders[0])), "being used makes it the latest"
+    assert set(cache.iterdir()) == {files[0], files[2]}
+
+
+def test_the_engine_keeps_none_with_eager(folder: Path, cache: Path) -> None:
+    options = {"model": str(folder), "device": "cpu", "max_model_len": 64, "kv_cache_memory_bytes": 2**24}
+    Engine.load(EngineConfig(**options, safetensors_load_strategy="eager"))
+    assert not cache.exists()
+    Engine.load(EngineConfig(**options))
+    assert len(list(cache.iterdir())) == 1

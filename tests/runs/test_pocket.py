@@ -30,7 +30,7 @@ def test_makes_a_model_and_measures_it(tmp_path: Path) -> None:
     assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
 
     said = make(out)
-    assert said.count("is there") == 6
+    assert said.count("is there") == 7
     assert "--resume" in said
 
     make(out, "drafters.py")

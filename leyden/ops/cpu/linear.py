@@ -10,7 +10,7 @@ from leyden.ops.reference import linear as reference
 
 _LINEAR = Kernel("linear", "ttttt" + MATRIX + "iiiii")
 _EMBED = Kernel("embed", "tt" + MATRIX + "i")
-_FEW = 8  # rows up to which codes are multiplied as they are, as in product.h
+_FEW = 8  # rows up to which codes are multiplied as they are, MOST_TOKENS in matrix.h
 
 
 def product(x: Tensor, by: Matrix, out: Tensor, square: bool = False, add: Tensor | None = None) -> list[Step]:

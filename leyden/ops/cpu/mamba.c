@@ -162,7 +162,7 @@ INLINE Dice dice_of(const Scan *a, const Head *h, int64_t position) {
         .key = layer | (uint64_t)position << 32,
         .rounds = a->rounds,
         .first = (h->head * calls + dim / EIGHT) * h->n,
-        .row = LANES < EIGHT ? dim % EIGHT : 0, /* a constant where it can be */
+        .row = (int)LANES < EIGHT ? dim % EIGHT : 0, /* a constant where it can be */
         .n = h->n,
     };
 }
@@ -403,7 +403,7 @@ KERNEL(verify, Scan) {
 /* The same as write_state() of an f16 state that is rounded at random: the rows that share the words at a time. */
 INLINE void write_at_random(char *S, const Group *g, float whole, float (*input)[LANES], int64_t count, int64_t n,
                             int64_t dims, const Dice *dice) {
-    enum { ROWS = LANES < EIGHT ? LANES : EIGHT };
+    enum { ROWS = (int)LANES < EIGHT ? LANES : EIGHT };
     for (int64_t d = 0; d < dims; d += ROWS)
         for (int64_t v = 0; v < n; v += LANES) {
             uvec words[4];

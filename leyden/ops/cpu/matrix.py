@@ -34,14 +34,8 @@ _READY = Kernel("make_rows_ready", "tt" + MATRIX + "iii")
 _PLAIN, _E4M3, _E2M1, _INT4, _Q8_0, _Q4_0, _INT8 = range(7)  # as in matrix.h
 _SCALE_E4M3, _SCALE_E8M0 = 3, 4
 _MOST_SCALES = 2048
-_READY_SIZES = {
-    _E4M3: (64, 128),
-    _E2M1: (128, 320),
-    _INT4: (128, 320),
-    _Q8_0: (32, 96),
-    _Q4_0: (32, 96),
-    _INT8: (64, 192),
-}  # columns, bytes for them
+_CHUNKS = {_E4M3: (320, 64, 128)}  # of rows made ready: bytes before the columns; columns, bytes for them
+_CHUNKS |= dict.fromkeys((_E2M1, _INT4, _Q8_0, _Q4_0, _INT8), (64, 128, 384))
 _PANEL = 24  # rows of codes that are unpacked together, as in product.h
 _has_dots = bool(constant("has_dots"))
 _dot_bf16 = bool(constant("dot_bf16"))
@@ -76,8 +70,8 @@ class Matrix:
         """
         if self.kind == _PLAIN or not _has_dots or self.dtype != torch.bfloat16:
             return [], None
-        taken, size = _READY_SIZES[self.kind]
-        out = empty(len(x), 320 + -(-self.columns // taken) * size, dtype=torch.uint8)
+        head, taken, size = _CHUNKS[self.kind]
+        out = empty(len(x), head + -(-self.columns // taken) * size, dtype=torch.uint8)
         return [_READY(x, out, *self.fields, len(x), x.stride(0), types[x.dtype])], out
 
 

@@ -134,17 +134,12 @@ void product(const void *const *x, const void *const *ready, int64_t count, cons
     if (count == 0) return;
     if (m->kind == PLAIN) {
         plain(x, count, m->codes + from * stride, to - from, from, k, type, finish, context);
-    } else if (count <= MOST_READY && ready) {
-        const int64_t passes = (count + MOST_TOKENS - 1) / MOST_TOKENS, some = (count + passes - 1) / passes;
-        const int64_t height = count == 1 ? 1 : MOST_ROWS; /* one token waits for memory: one stream; more compute */
+    } else if (count <= MOST_TOKENS && ready) {
         for (int64_t n = from; n < to; n += STRIP) {
             const int64_t end = n + STRIP < to ? n + STRIP : to;
-            float out[MOST_READY][STRIP];
-            for (int64_t row = n; row < end; row += height) {
-                const int64_t rows = end - row < height ? end - row : height;
-                for (int64_t i = 0; i < count; i += some) /* codes are in the cache from the second pass on */
-                    dots(m, row, rows, ready + i, count - i < some ? count - i : some, out[i] + row - n, STRIP);
-            }
+            float out[MOST_TOKENS][STRIP];
+            for (int64_t row = n; row < end; row += TALL)
+                dots(m, row, end - row < TALL ? end - row : TALL, ready, count, out[0] + row - n, STRIP);
             for (int64_t i = 0; i < count; i++) finish(context, i, n, out[i], end - n);
         }
     } else {

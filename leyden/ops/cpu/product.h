@@ -17,16 +17,13 @@ machine multiplies pairs of them, else F32. */
 /* Takes the products of token `m` with rows n, n + 1, ... of the matrix: `count` sums. */
 typedef void Finish(const void *context, int64_t m, int64_t n, const float *sums, int64_t count);
 
-enum {
-    PANEL = 24,      /* rows of the matrix that are unpacked together, if they are codes */
-    MOST_READY = 8,  /* tokens that meet codes as they are; more of them are cheaper with codes unpacked once */
-};
+enum { PANEL = 24 }; /* rows of the matrix that are unpacked together, if they are codes */
 
 /* Rows x[0 .. count) of DOT(type) times rows [from, to) of m; each sum goes to `finish` once.
 
 Sums are taken in the same order however many tokens there are: a token's result does not depend on those beside it.
-But few tokens meet codes as they are, if their rows have been made ready for that (`ready` not null). `panel`: room for
-PANEL rows of `type`. */
+But MOST_TOKENS and fewer meet codes as they are, if their rows have been made ready for that (`ready` not null; see
+`dots`). `panel`: room for PANEL rows of `type`. */
 void product(const void *const *x, const void *const *ready, int64_t count, const Matrix *m, int64_t from, int64_t to,
              void *panel, Finish *finish, const void *context);
 
