@@ -36,7 +36,7 @@ def main() -> int:
     out = arguments.out
     answers = next(file for name in ("own", "heldout") if (file := out / f"{name}.safetensors").exists())
     for method in arguments.methods:
-        words = ["drafter", "--method", method, "--target", out / "pocket/model", "--out", out / method]
+        words = ["drafter", "--method", method, "--target", out / "model", "--out", out / method]
         words += ["--data", out / "calls.safetensors", "--heldout", answers]
         words += [*(TINY if arguments.tiny else FULL), "--time-limit", arguments.time_limit]
         words += ["--steps", arguments.steps] if arguments.steps else []

@@ -45,12 +45,12 @@ CACHED = ("bf16", "nvfp4")  # answered once more with keys and values in FP8: wi
 def main() -> int:
     parser = argparse.ArgumentParser(description="Quantise pocket and measure what it costs.")
     parser.add_argument("--out", type=Path, required=True, help="the folder that run.py has filled")
-    parser.add_argument("--model", type=Path, help="another checkpoint than OUT/pocket/model")
+    parser.add_argument("--model", type=Path, help="another checkpoint than OUT/model")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--answers", type=int, default=1000, help="held-out prompts that are answered; 0: none")
     parser.add_argument("--tiny", action="store_true", help="a toy, to see that everything works")
     arguments = parser.parse_args()
-    out, model = arguments.out, arguments.model or arguments.out / "pocket/model"
+    out, model = arguments.out, arguments.model or arguments.out / "model"
     count, answers = (8, min(4, arguments.answers)) if arguments.tiny else (256, arguments.answers)
     calibration, known = out / "calibration.jsonl", out / "known.jsonl"
     for path, split, size in ((calibration, "train", count), (known, "heldout", 8 if arguments.tiny else 200)):

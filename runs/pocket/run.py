@@ -9,7 +9,8 @@ What a stage has made is not made again, so the same command goes on after an in
     OUT/train.safetensors    rendered examples; heldout.safetensors: of templates and words that training never sees
     OUT/run/                 the folder of `leyden train`: model/, log.jsonl, curves.png, state.safetensors
     OUT/calls.safetensors    more examples, most of them with tools, for a second and shorter training
-    OUT/pocket/              the folder of that one; OUT/pocket/model is the result
+    OUT/second/              the folder of that one
+    OUT/model/               the result: the mean of what both trainings gave
     OUT/results.json         accuracy by kind of task, loss, accepted drafts
     OUT/answers.jsonl        what the model said to each held-out prompt; own.safetensors: the same as token ids
 """
@@ -40,6 +41,7 @@ HERE = Path(__file__).parent
 SEED = 0
 PIECE = 1000  # examples that one process makes at a time
 SHARD_BYTES = 15_000_000
+SHARE = 0.6  # of the second training in the mean of both: calls gain more than other answers lose
 CALLING = ("call", "parallel", "none_fits", "missing", "retry", "chain", "again", "corrected")
 
 
@@ -125,11 +127,12 @@ def main() -> None:
         return
     flags = [*common, *plan.second_flags]
     seconds = arguments.second_seconds or plan.second_seconds
-    Training("sft", out / "run/model", calls, out / "pocket", seconds, flags).go(arguments.steps)
+    Training("sft", out / "run/model", calls, out / "second", seconds, flags).go(arguments.steps)
+    stage("mean", out / "model", lambda: average(out / "run/model", out / "second/model", SHARE, out / "model"))
     if arguments.until == "second":
         return
     with timed("evaluation"):
-        evaluation(plan, out / "pocket", start, heldout, out)
+        evaluation(plan, out, start, heldout, out)
 
 
 def stage(name: str, result: Path, make: Callable[[], None]) -> None:
@@ -269,6 +272,26 @@ class Training:
             say("  not all steps are done; the same command goes on")
 
 
+def average(first: Path, second: Path, share: float, out: Path) -> None:
+    """Write `second` with weights that are its own to `share`, and those of `first` for the rest.
+
+    A model that was trained on from another lies in the same valley of the loss, and between the two it is often better
+    than at either end (Wortsman et al. 2022, "Robust fine-tuning of zero-shot models")."""
+    from safetensors.torch import load_file, save_file
+
+    fresh = out.with_suffix(".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(second, fresh)
+    before = {name: weight for file in first.glob("*.safetensors") for name, weight in load_file(file).items()}
+    for file in second.glob("*.safetensors"):
+        mixed = {
+            name: before[name].double().lerp(weight.double(), share).to(weight.dtype)
+            for name, weight in load_file(file).items()
+        }
+        save_file(mixed, fresh / file.name, metadata={"format": "pt"})
+    fresh.rename(out)
+
+
 def evaluation(plan: Plan, run: Path, start: Path, heldout: Path, out: Path) -> None:
     import torch
 
@@ -284,7 +307,7 @@ def evaluation(plan: Plan, run: Path, start: Path, heldout: Path, out: Path) -> 
     model = checkpoint.build(config, getattr(torch, config.dtype if device == "cuda" else "float32"), device, mtp=True)
     checkpoint.load(model, run / "model", progress=False)
     corpus = Corpus.load(heldout)
-    results: dict[str, Any] = {"steps": json.loads((run / "log.jsonl").read_text().splitlines()[-1])["step"]}
+    results: dict[str, Any] = {"steps": json.loads((out / "second/log.jsonl").read_text().splitlines()[-1])["step"]}
     results["heldout"] = evaluate(model, corpus, 32768, 3)
     results["drafts_on_reference_answers"] = drafts(acceptance(model, corpus, 3, 32768))
     write(results, out)
