@@ -26,7 +26,7 @@ def test_makes_a_model_and_measures_it(tmp_path: Path) -> None:
     assert results["accuracy"].keys() >= {"all", "answers", "tool calls"}
     assert len(results["drafts_on_own_answers"]["accepted"]) == 3
     assert len((out / "answers.jsonl").read_text().splitlines()) == 8
-    names = {file.name for file in (out / "pocket" / "model").iterdir()}
+    names = {file.name for file in (out / "model").iterdir()}
     assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
 
     said = make(out)
