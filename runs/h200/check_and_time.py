@@ -914,7 +914,7 @@ def check_few_bits() -> None:
 
     def decoding() -> None:
         wanted = up.dense()
-        assert arrange(up)
+        assert all([arrange(weight) for weight in matrices])  # an op with some in tiles and some not has no kernel
         verdict("nvfp4 decoded", float((nvfp4.decoded(up) != wanted).float().mean()), 0)
         verdict("nvfp4 in tiles", float((up.dense() != wanted).float().mean()), 0)
 
