@@ -57,7 +57,8 @@ class MoE(nn.Module):
 
     def _experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         up, down, shared = self.experts.up_proj, self.experts.down_proj, self.shared_experts
-        if self.fc1_latent_proj is None and shared is not None:
+        # Kernels for all of it are for matrices of one format; experts and the shared one have their own otherwise.
+        if self.fc1_latent_proj is None and shared is not None and shared.up_proj.format.name == up.format.name:
             return ops.moe(x, ids, weights, up, down, shared.up_proj, shared.down_proj)
         routed = x if self.fc1_latent_proj is None else ops.linear(x, self.fc1_latent_proj)
         routed = ops.experts(routed, ids, weights, up, down)
