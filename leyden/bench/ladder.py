@@ -264,12 +264,14 @@ def _drafts(given: argparse.Namespace) -> dict[str, Any]:
         drafts = json.loads(given.speculative_config)
     except json.JSONDecodeError as error:
         raise ConfigError(f"--speculative-config: expected a JSON object, got {error}") from None
+    if not isinstance(drafts, dict):
+        raise ConfigError(f"--speculative-config: expected a JSON object, got {given.speculative_config}")
     if given.synthetic_acceptance is None:
-        return dict(drafts)
+        return drafts
     if not drafts:
         raise ConfigError("--synthetic-acceptance needs --speculative-config: which drafter, and how many drafts")
     decree = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": given.synthetic_acceptance}
-    return dict(drafts) | decree
+    return drafts | decree
 
 
 if __name__ == "__main__":

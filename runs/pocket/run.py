@@ -132,7 +132,7 @@ def main() -> None:
     if arguments.until == "second":
         return
     with timed("evaluation"):
-        evaluation(plan, out, start, heldout, out)
+        evaluation(plan, start, heldout, out)
 
 
 def stage(name: str, result: Path, make: Callable[[], None]) -> None:
@@ -292,7 +292,7 @@ def average(first: Path, second: Path, share: float, out: Path) -> None:
     fresh.rename(out)
 
 
-def evaluation(plan: Plan, run: Path, start: Path, heldout: Path, out: Path) -> None:
+def evaluation(plan: Plan, start: Path, heldout: Path, out: Path) -> None:
     import torch
 
     from leyden.config.model import ModelConfig
@@ -303,9 +303,9 @@ def evaluation(plan: Plan, run: Path, start: Path, heldout: Path, out: Path) -> 
     from leyden.types import SamplingParams
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = ModelConfig.from_folder(run / "model")
+    config = ModelConfig.from_folder(out / "model")
     model = checkpoint.build(config, getattr(torch, config.dtype if device == "cuda" else "float32"), device, mtp=True)
-    checkpoint.load(model, run / "model", progress=False)
+    checkpoint.load(model, out / "model", progress=False)
     corpus = Corpus.load(heldout)
     results: dict[str, Any] = {"steps": json.loads((out / "second/log.jsonl").read_text().splitlines()[-1])["step"]}
     results["heldout"] = evaluate(model, corpus, 32768, 3)
@@ -319,7 +319,7 @@ def evaluation(plan: Plan, run: Path, start: Path, heldout: Path, out: Path) -> 
         template.encode(normalise(each["messages"][:-1]), each["tools"], kwargs={"enable_thinking": each["thinking"]})
         for each in examples
     ]
-    llm = LLM(str(run / "model"), max_model_len=2048, max_num_seqs=256, device=device, dtype=config.dtype)
+    llm = LLM(str(out / "model"), max_model_len=2048, max_num_seqs=256, device=device, dtype=config.dtype)
     params = SamplingParams(temperature=0, max_tokens=plan.answer_tokens, skip_special_tokens=False)
     began = time.monotonic()
     answers = llm.generate(prompts, params, progress=True)

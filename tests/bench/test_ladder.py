@@ -93,5 +93,7 @@ def test_steps_with_drafts_kept_by_decree(method: str, tmp_path: Path, capsys: p
     else:
         assert ladder.main([str(tmp_path), *sizes, *decree]) == 0
         assert "SYNTHETIC" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"expected a JSON object, got \[1\]"):
+        ladder.main(["--speculative-config", "[1]"])
     with pytest.raises(ConfigError, match="--synthetic-acceptance needs --speculative-config"):
         ladder.main([str(tmp_path), *sizes, *decree[2:]])
