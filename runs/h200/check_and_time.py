@@ -1047,7 +1047,7 @@ def four() -> None:
         tried(f"prompt of {tokens}", timed)
 
 
-def tune(seconds: float = 75) -> None:
+def tune(seconds: float = 110) -> None:
     """Other ways of cutting the products, while there is time: the most used first; then whole steps with the best."""
     if MODEL[0].lm_head.format.name == "dense":
         in_few_bits()
@@ -1086,8 +1086,8 @@ def tune(seconds: float = 75) -> None:
             shapes = [(1, 1, 4, 4), (1, 1, 8, 8), (1, 1, 2, 4), (2, 1, 4, 4), (2, 1, 2, 4), (2, 1, 1, 4)]
             if key[0] > 4:
                 near = sorted({max(1, groups - 1), groups, min(4, groups + 1)})
-                cuts = (2, 1), (2, 2), (2, 4), (1, 4), (1, 1)
-                shapes = [(tiles, g, split, 4) for g in near for tiles, split in cuts] + [(1, groups, 8, 8)]
+                cuts = (2, 1, 4), (2, 1, 8), (2, 2, 4), (2, 2, 8), (2, 4, 4), (1, 1, 8), (1, 2, 8), (1, 4, 4)
+                shapes = [(tiles, g, split, warps) for g in near for tiles, split, warps in cuts]
             if key[0] > 32:
                 shapes = [(1, 8, 1, 4), (1, 8, 2, 4), *shapes]
             for shape in shapes:
@@ -1141,7 +1141,7 @@ SECTIONS = {
     "halves": (halves, 30), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 60),
     "engine": (engine, 60), "guesses": (guesses, 30), "sample": (time_sample, 30),
     "mamba": (time_mamba, 50), "moe": (time_moe, 100), "linear": (time_linear, 80), "pdl": (without_pdl, 30),
-    "small": (time_small, 40), "attention": (time_attention, 40), "four": (four, 150), "tune": (tune, 130),
+    "small": (time_small, 40), "attention": (time_attention, 40), "four": (four, 150), "tune": (tune, 150),
     "speculation": (speculate, 150),
 }  # fmt: skip
 USUAL = (
