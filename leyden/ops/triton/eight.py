@@ -66,10 +66,10 @@ def _recode(
     chunk, byte = tl.arange(0, CHUNKS), tl.arange(0, 64)
     wait()
     release()
-    inside = (chunk < K // 64)[:, None]
-    s = tl.load(scales + first * K + chunk[:, None] * 64 + byte[None, :], mask=inside, other=0).to(tl.int32)
+    whole_rows = scales + first * K + chunk[:, None] * 64 + byte[None, :]
+    every = tl.load(whole_rows, mask=(chunk < K // 64)[:, None], other=0).to(tl.int32)
     # of rows g and g + 8 the largest scale, as 8 * exponent + mantissa: 6 times it is 448 units or less
-    most = tl.max(tl.max(tl.reshape(tl.max(s, 0), (8, 2, 2, 2)), 3), 1)
+    most = tl.max(tl.max(tl.reshape(tl.max(every, 0), (8, 2, 2, 2)), 3), 1)
     power = ((most + 1) >> 3) - 16  # a unit is 1.5 * 2^power
     row = band * 16 + tl.arange(0, 2)[None, :] * 8 + tl.arange(0, 8)[:, None]
     factor = ((power + 127) << 23).to(tl.float32, bitcast=True) * 1.5 * tl.load(whole + matrix)
@@ -136,17 +136,11 @@ def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, also: Tensor | None = None) -> Tensor:
     """See ops.experts; plus `also` [T, N]."""
-    (count, choices), size = ids.shape, down.shape[1]
     order, offsets = routed.listed(ids.contiguous(), up.shape[0])
     places, ends = torch.empty_like(order), offsets[1:]
-    hidden = grouped(rounded(x, False, order, places, choices), operand(up), ends)
+    hidden = grouped(rounded(x, False, order, places, ids.shape[1]), operand(up), ends)
     done = grouped(rounded(hidden, square=True), operand(down), ends)
-    out = torch.empty(count, size, dtype=x.dtype, device=x.device)
-    _sum[(count,)](
-        done, places, weights.contiguous(), also, out, size, choices, triton.next_power_of_2(size), num_warps=4,
-        **OPTIONS,
-    )  # fmt: skip
-    return out
+    return summed(done, places, weights.contiguous(), also)
 
 
 def moe(
@@ -169,6 +163,16 @@ def rounded(
         **OPTIONS,
     )  # fmt: skip
     return codes, scale
+
+
+def summed(done: Tensor, places: Tensor, weights: Tensor, also: Tensor | None) -> Tensor:
+    """Rows `places` [T * k] of done [P, N] times weights [T, k], added up for each row of T; plus `also` [T, N]."""
+    (count, choices), size = weights.shape, done.shape[1]
+    out = torch.empty(count, size, dtype=done.dtype, device=done.device)
+    _sum[(count,)](
+        done, places, weights, also, out, size, choices, triton.next_power_of_2(size), num_warps=4, **OPTIONS
+    )
+    return out
 
 
 def operand(weight: Weight) -> Scaled:

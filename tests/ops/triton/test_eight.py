@@ -34,6 +34,9 @@ def one_by_one(device: str, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch, "_scaled_grouped_mm", grouped)
 
 
+BETWEEN = 2e-2  # of two products: what falls to the other of two values in BF16 may fall to the other in E4M3
+
+
 def stored(device: str, format: Format, *shape: int) -> Weight:
     """With rows of different size, one of them zeros, and blocks of zeros."""
     generator = torch.Generator().manual_seed(sum(shape))
@@ -123,11 +126,11 @@ def test_ops(device: str, format: Format):
     assert off(kernels.linear(x, up_one := stored(device, format, 48, 128)), reference.linear(x, up_one)) < 4e-3
     assert kernels.linear(x[None], up_one, torch.float32).shape == (1, 7, 48)
     assert kernels.linear(x, up_one, torch.float32).dtype == torch.float32
-    assert off(kernels.mlp(x, shared_up, shared_down), reference.mlp(x, shared_up, shared_down)) < 1e-2
+    assert off(kernels.mlp(x, shared_up, shared_down), reference.mlp(x, shared_up, shared_down)) < BETWEEN
     arguments = x, ids, weights, up, down
-    assert off(kernels.experts(*arguments), reference.experts(*arguments)) < 1e-2
+    assert off(kernels.experts(*arguments), reference.experts(*arguments)) < BETWEEN
     assert (
-        off(kernels.moe(*arguments, shared_up, shared_down), reference.moe(*arguments, shared_up, shared_down)) < 1e-2
+        off(kernels.moe(*arguments, shared_up, shared_down), reference.moe(*arguments, shared_up, shared_down)) < BETWEEN
     )
 
 
