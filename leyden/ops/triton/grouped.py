@@ -1,8 +1,8 @@
 """Products of many rows with a stack of matrices, for prompts: bound by the tensor cores.
 
-The rows of each matrix lie side by side. A program makes one tile of one matrix' product, 128 or, where a matrix has
-that few rows left, 64 of its rows; tiles of x and of the matrix come by the hardware's tile copies (TMA). Tiles that
-share a part of the matrix run at the same time, so that the second finds it in the L2 cache.
+The rows of each matrix lie side by side, in 16 bits. A program makes one tile of one matrix' product, 128 or, where no
+more are left, 64 of its rows; tiles of x and of the matrix come by the hardware's tile copies (TMA). Tiles that share a
+part of the matrix run at the same time, so that the second finds it in the L2 cache.
 """
 
 from typing import Any
@@ -13,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from leyden.ops.triton.launch import OPTIONS, release, wait
+from leyden.ops.triton.launch import HOPPER, INTERPRETED, OPTIONS, release, wait
+
+_INTERPRETED = tl.constexpr(INTERPRETED)  # where the product of bfloat16 is one of integers
 
 
 @triton.jit
@@ -34,7 +36,10 @@ def _tile(
 ):  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        acc = tl.dot(x.load([row, k]), matrix.load([place, k]).T, acc)
+        left, right = x.load([row, k]), matrix.load([place, k])
+        if _INTERPRETED:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        acc = tl.dot(left, right.T, acc)
     at, own = row + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
     inside = at < end
     made = acc.to(out.dtype.element_ty)
@@ -58,8 +63,8 @@ def _grouped(
 
     UP writes relu^2 to row i; otherwise row i goes to row order[i].
     """
-    WIDE: tl.constexpr = N // BLOCK_N
-    TILES: tl.constexpr = WIDE + (1 if REST else 0)
+    WHOLE: tl.constexpr = N // BLOCK_N
+    TILES: tl.constexpr = WHOLE + (1 if REST else 0)
     e = tl.arange(0, BLOCK_E)
     wait()
     release()
@@ -77,20 +82,32 @@ def _grouped(
         row, column = first + place % count * BLOCK_M, place // count
         n = column * BLOCK_N
         short = end - row <= BLOCK_M // 2
-        if column < WIDE:
+        if column < WHOLE:
             if short:
-                _tile(half, matrix, out, order, row, end, n, expert * N + n, K, N, UP, BLOCK_M // 2, BLOCK_N, BLOCK_K, STAGES)
+                _tile(
+                    half, matrix, out, order, row, end, n, expert * N + n,
+                    K, N, UP, BLOCK_M // 2, BLOCK_N, BLOCK_K, STAGES,
+                )  # fmt: skip
             else:
-                _tile(x, matrix, out, order, row, end, n, expert * N + n, K, N, UP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+                _tile(
+                    x, matrix, out, order, row, end, n, expert * N + n, K, N, UP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
+                )  # fmt: skip
         elif REST:
             _tile(x, rest, out, order, row, end, n, expert * N + n, K, N, UP, BLOCK_M, REST, BLOCK_K, STAGES)
 
 
+def fits(x: Tensor, *matrices: Tensor) -> bool:
+    """Whether the kernels can do it: on Hopper and later, in 16 bits, rows of whole 16 bytes."""
+    half = x.dtype in (torch.bfloat16, torch.float16) and all(matrix.dtype == x.dtype for matrix in matrices)
+    return HOPPER and half and all(matrix.shape[-1] % 8 == 0 and matrix.is_contiguous() for matrix in matrices)
+
+
 def gathered(x: Tensor, order: Tensor, choices: int) -> Tensor:
-    """x [T, K], order int32 [T choices] -> x[order // choices]"""
-    out = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
-    _gather[(len(order),)](x, order, out, x.stride(0), x.shape[1], choices, triton.next_power_of_2(x.shape[1]),
-                           num_warps=4, **OPTIONS)
+    """x [T, K], order int32 [P] -> x[order // choices], [P, K]"""
+    rows, k = len(order), x.shape[1]
+    out = torch.empty(rows, k, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(k)
+    _gather[(rows,)](x, order, out, x.stride(0), k, choices, block, num_warps=4, **OPTIONS)
     return out
 
 
@@ -100,25 +117,22 @@ def product(
     order: Tensor,
     offsets: Tensor,
     up: bool,
-    shape: tuple[int, int, int, int, int] = (128, 256, 64, 3, 8),
+    shape: tuple[int, int, int, int, int] = (128, 256, 64, 4, 8),
 ) -> Tensor:
-    """Rows offsets[e] to offsets[e + 1] of x [P, K] times matrices [E, N, K]; then relu^2 if `up`, else row i goes to row
-    order[i]. shape: rows of x, rows of a matrix and columns of a tile, stages, warps."""
+    """Rows offsets[e] to offsets[e + 1] of x [P, K] times matrices [E, N, K]; then relu^2 if `up`, else row i goes to
+    row order[i]. shape: rows of x, rows of a matrix and columns of a tile, stages, warps."""
     (total, size, k), pairs = matrices.shape, len(x)
     block_m, block_n, block_k, stages, warps = shape
     out = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
-    rest = size % block_n
-    if rest * 2 > block_n:
-        rest = 0 if rest == 0 else block_n
-    rest = triton.next_power_of_2(rest) if rest else 0
+    rest = max(16, triton.next_power_of_2(size % block_n)) if size % block_n else 0
     tiles = size // block_n + (1 if rest else 0)
-    flat = matrices.view(total * size, k)
 
     def tiled(tensor: Tensor, rows: int) -> Any:
         return TensorDescriptor.from_tensor(tensor, [rows, block_k])
 
+    flat = matrices.view(total * size, k)
     _grouped[((pairs // block_m + total) * tiles,)](
-        tiled(x, block_m), tiled(x, block_m // 2), tiled(flat, block_n), tiled(flat, max(16, rest)), out, order, offsets,
+        tiled(x, block_m), tiled(x, block_m // 2), tiled(flat, block_n), tiled(flat, rest or 16), out, order, offsets,
         k, size, total, up, block_m, block_n, rest, block_k, stages, triton.next_power_of_2(total),
         num_warps=warps, **OPTIONS,
     )  # fmt: skip
