@@ -124,6 +124,7 @@ def test_many_rows(device: str, rows: int, monkeypatch: pytest.MonkeyPatch):
     before = nvfp4.moe_nvfp4(x, ids, weights, up, down, shared_up, shared_down)
     for weight in (shared_up, shared_down):
         weight.twin = weight.dense()
+        assert arrange(weight) and weight.twin is not None
     after = nvfp4.moe_nvfp4(x, ids, weights, up, down, shared_up, shared_down)
     wide = [Weight(*w.shape, dtype=torch.float32).requires_grad_(False) for w in (up, down, shared_up, shared_down)]
     for one, other in zip(wide, (up, down, shared_up, shared_down), strict=True):
