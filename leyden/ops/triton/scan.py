@@ -103,7 +103,7 @@ def _states(
         behind = 0.0  # log2 of the decay from the chunk's end through the segment's
         for back in tl.range(1, count + 1, num_stages=STAGES):
             first = start.to(tl.int64) + (count - back) * CHUNK
-            at = tl.minimum(i, (end - first - 1).to(tl.int32))  # behind the end: the last token, with a time step of zero
+            at = tl.minimum(i, (end - first - 1).to(tl.int32))  # behind the end: the last, for no time
             step = steps + ((chunk + count - back).to(tl.int64) * HEADS + head) * (2 * CHUNK)
             delta, decay, whole = tl.load(step + i), tl.load(step + CHUNK + i), tl.load(step + 2 * CHUNK - 1)
             value = tl.load(x + first * x_stride + at[:, None] * x_stride + p[None, :], mask=in_p[None, :], other=0.0)
@@ -176,7 +176,7 @@ def _scan(
     half = x.dtype.element_ty
     for next in tl.range(tl.cdiv(end - start, CHUNK), num_stages=STAGES):
         first = start.to(tl.int64) + next * CHUNK
-        at = tl.minimum(i, (end - first - 1).to(tl.int32))  # behind the end: the last token, with a time step of zero
+        at = tl.minimum(i, (end - first - 1).to(tl.int32))  # behind the end: the last, for no time
         place = (chunk + next).to(tl.int64)
         step = steps + (place * HEADS + head) * (2 * CHUNK)
         delta, decay, whole = tl.load(step + i), tl.load(step + CHUNK + i), tl.load(step + 2 * CHUNK - 1)
