@@ -55,7 +55,7 @@ def rows(device: str, past: list[int], lens: list[int] | None = None, page: int 
 
 
 @pytest.mark.parametrize("size", [24, 64])
-def test_norms(draw, size: int):
+def test_norms(draw, monkeypatch, size: int):
     x, residual, z, w = draw(5, size), draw(5, size), draw(5, 2 * size)[:, size:], draw(size)
     close(norm.rms_norm(x, w, 1e-5), reference_norm.rms_norm(x, w, 1e-5))
     for got, wanted in zip(
@@ -63,6 +63,9 @@ def test_norms(draw, size: int):
     ):
         close(got, wanted)
     close(norm.gated_norm(x, z, w, 4, 1e-5), reference_norm.gated_norm(x, z, w, 4, 1e-5))
+    monkeypatch.setattr(norm, "_MANY_ROWS", 1)
+    for groups in (6, 4) if size == 24 else (4, 8):
+        close(norm.gated_norm(x, z, w, groups, 1e-5), reference_norm.gated_norm(x, z, w, groups, 1e-5))
 
 
 @pytest.mark.parametrize("count", [1, 3, 20])
