@@ -64,7 +64,7 @@ SCANS = [  # tokens of a segment and of a chunk, then how states and outputs are
     scan.Shape(*cut)
     for cut in (
         (), (256,), (1024,), (1 << 30,),  # the last: one segment
-        (None, 64, (64, 3, 4, 168)), (None, 64, WALK, (64, 1, 4, 168)), (None, 64, WALK, (64, 1, 8, 168)),
+        (None, 64, (64, 3, 4, 168)), (None, 64, WALK, (64, 1, 4, 168)), (None, 64, WALK, (64, 2, 8, 128)),
         (None, 64, WALK, (64, 2, 8, 255)), (None, 64, WALK, (32, 2, 4, 168)),
         (None, 128, (64, 2, 8, 128), (64, 1, 8, 255)),
     )

@@ -15,9 +15,9 @@ def _convolve(
     REACH: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, MOVE: tl.constexpr,
     RING: tl.constexpr, KEPT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_T tokens of one row, BLOCK_C channels; each column is read once. Who has a row's first tokens also moves its
-    window (MOVE): nobody else reads that. RING: x has so many tokens for each slot, of which `ends` says how many count.
-    KEPT: x is also left in a ring like that, whose tokens are so wide: what stands behind the channels of x, too."""
+    """BLOCK_T tokens of one row, BLOCK_C channels; each column is read once. Who has a row's first tokens also moves
+    its window (MOVE): nobody else reads that. RING: x has so many tokens for each slot, of which `ends` says how many
+    count. KEPT: x is also left in a ring like that, whose tokens are so wide: what stands behind x's channels, too."""
     first, row = tl.program_id(0) * BLOCK_T, tl.program_id(1)
     c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_c = c < C
