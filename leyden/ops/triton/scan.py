@@ -7,11 +7,13 @@ _scan     a program walks the chunks of one segment for a part of one head, the 
 Few long rows are cut into segments, so that every multiprocessor has several programs; the state between them goes
 through memory, in two launches more:
 
-_states   what each segment makes of a state of zero, and how much of a state that enters it is left behind it
-_pass     from these, element by element: the state that enters each segment, and the one after the row
+_states   what each segment but the last makes of a state of zero, and how much is left of one that enters it
+_pass     from these, element by element: the state that enters each segment
 
 A row's last chunk and last segment may be shorter. No table says where those of a row are: a row from token t on has
-the chunks from t // CHUNK + row on, which no other row has, and so with segments.
+the chunks from t // CHUNK + row on, which no other row has. The state that enters a segment at token t is the second of
+the two at t // segment if its row begins there, else the first: in as many tokens as a segment has, at most one row of
+several segments begins, and at most one other segment of such a row.
 
 The decay between two tokens is always the exponential of a difference that is not positive, so nothing overflows. With
 activations in 16 bits the operands of the products are rounded to them, the state that enters a chunk included; sums
@@ -30,7 +32,7 @@ from leyden.ops.triton.launch import OPTIONS, release, wait
 from leyden.ops.triton.ssm import time_step
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_PROGRAMS = 1024  # heads times segments, about: they take 8 bytes of memory for each element of a state and segment
+_PROGRAMS = 1024  # heads times segments, about; for each there are two states of a head in memory
 _SHORTEST = 128  # tokens: what shorter segments gain in programs they lose in launches and states
 
 
@@ -94,26 +96,24 @@ def _states(
     wait()
     release()
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
-    place = (start // segment + row + tl.program_id(1)).to(tl.int64)
     chunk = start // CHUNK + row + tl.program_id(1) * (segment // CHUNK)
     start += tl.program_id(1) * segment
-    if start < end:
-        count = tl.cdiv(tl.minimum(end - start, segment), CHUNK)
+    if start + segment < end:
+        count = segment // CHUNK
         state = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
         behind = 0.0  # log2 of the decay from the chunk's end through the segment's
         for back in tl.range(1, count + 1, num_stages=STAGES):
-            first = start.to(tl.int64) + (count - back) * CHUNK
-            at = tl.minimum(i, (end - first - 1).to(tl.int32))  # behind the end: the last, for no time
+            at = (start + (count - back) * CHUNK).to(tl.int64)
             step = steps + ((chunk + count - back).to(tl.int64) * HEADS + head) * (2 * CHUNK)
             delta, decay, whole = tl.load(step + i), tl.load(step + CHUNK + i), tl.load(step + 2 * CHUNK - 1)
-            value = tl.load(x + first * x_stride + at[:, None] * x_stride + p[None, :], mask=in_p[None, :], other=0.0)
-            b = tl.load(B + first * B_stride + at[:, None] * B_stride + to_n[None, :], mask=in_n[None, :], other=0.0)
+            value = tl.load(x + at * x_stride + i[:, None] * x_stride + p[None, :], mask=in_p[None, :], other=0.0)
+            b = tl.load(B + at * B_stride + i[:, None] * B_stride + to_n[None, :], mask=in_n[None, :], other=0.0)
             added = (value.to(tl.float32) * (tl.exp2(behind + (whole - decay)) * delta)[:, None]).to(value.dtype)
             state = tl.dot(tl.trans(added), b, state, input_precision="ieee")
             behind += whole
-        tile = states + (place * HEADS + head) * (DIM * N) + own[:, None] * N + n[None, :]
-        tl.store(tile, state, mask=in_p[:, None] & in_n[None, :])
-        tl.store(decays + place * HEADS + head, behind)
+        place = (start // segment + 1).to(tl.int64) * (2 * HEADS) + head
+        tl.store(states + place * (DIM * N) + own[:, None] * N + n[None, :], state, mask=in_p[:, None] & in_n[None, :])
+        tl.store(decays + place, behind)
 
 
 @triton.jit
@@ -121,24 +121,24 @@ def _pass(
     states, decays, ssm_state, starts, past, slots, ssm_stride, segment,
     HEADS: tl.constexpr, SIZE: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """In place: from the state that a segment makes of zero to the one that enters it."""
+    """In place: from the state that the segment before makes of zero to the one that enters a segment."""
     at, head, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1), tl.program_id(2)
     inside = at < SIZE
     wait()
     release()
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
-    state = tl.zeros((BLOCK,), dtype=tl.float32)
-    if STATE:
-        tile = ssm_state + tl.load(slots + row).to(tl.int64) * ssm_stride + head * SIZE + at
-        state += tl.load(tile, mask=inside & (tl.load(past + row) > 0), other=0.0).to(tl.float32)
-    place = (start // segment + row).to(tl.int64) * HEADS + head
-    for next in tl.range(tl.cdiv(end - start, segment), num_stages=4):
-        cell = place + next * HEADS
-        made = tl.load(states + cell * SIZE + at, mask=inside, other=0.0)
-        tl.store(states + cell * SIZE + at, state, mask=inside)
-        state = state * tl.exp2(tl.load(decays + cell)) + made
-    if STATE:
-        tl.store(tile, state.to(ssm_state.dtype.element_ty), mask=inside)
+    if start + segment < end:
+        state = tl.zeros((BLOCK,), dtype=tl.float32)
+        if STATE:
+            tile = ssm_state + tl.load(slots + row).to(tl.int64) * ssm_stride + head * SIZE + at
+            state += tl.load(tile, mask=inside & (tl.load(past + row) > 0), other=0.0).to(tl.float32)
+        place = (start // segment).to(tl.int64) * (2 * HEADS) + head
+        tl.store(states + (place + HEADS) * SIZE + at, state, mask=inside)
+        for next in tl.range(1, tl.cdiv(end - start, segment), num_stages=4):
+            cell = place + next * (2 * HEADS)
+            made = tl.load(states + cell * SIZE + at, mask=inside, other=0.0)
+            state = state * tl.exp2(tl.load(decays + cell)) + made
+            tl.store(states + cell * SIZE + at, state, mask=inside)
 
 
 @triton.jit
@@ -149,7 +149,8 @@ def _scan(
     STATE: tl.constexpr, CUT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """CUT: the state comes from `states`; otherwise from the row's slot, if there is one (STATE), and goes there."""
+    """A row of one segment has its state from its slot, if there is one (STATE), others from `states` (CUT); after the
+    last segment it goes to the slot. A row's first segment must not read the slot that its last one writes."""
     head, row = tl.program_id(0) // PARTS, tl.program_id(2)
     own = tl.program_id(0) % PARTS * BLOCK_P + tl.arange(0, BLOCK_P)
     i, n = tl.arange(0, CHUNK), tl.arange(0, BLOCK_N)
@@ -160,28 +161,30 @@ def _scan(
     wait()
     release()
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
-    chunk = start // CHUNK + row
+    alone = end - start <= segment
+    chunk = start // CHUNK + row + tl.program_id(1) * (segment // CHUNK)
+    start += tl.program_id(1) * segment
+    last = (start < end) & (end - start <= segment)
     state = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
-    index = own[:, None] * N + n[None, :]
+    index = (head * DIM + own[:, None]) * N + n[None, :]
     in_state = in_p[:, None] & in_n[None, :]
     if CUT:
-        place = (start // segment + row + tl.program_id(1)).to(tl.int64)
-        chunk += tl.program_id(1) * (segment // CHUNK)
-        start += tl.program_id(1) * segment
-        end = tl.minimum(end, start + segment)
-        state += tl.load(states + (place * HEADS + head) * (DIM * N) + index, mask=in_state & (start < end), other=0.0)
-    elif STATE:
-        tile = ssm_state + tl.load(slots + row).to(tl.int64) * ssm_stride + head * (DIM * N) + index
-        state += tl.load(tile, mask=in_state & (tl.load(past + row) > 0), other=0.0).to(tl.float32)
+        place = start // segment * 2 + (tl.program_id(1) == 0)
+        entering = states + place.to(tl.int64) * (HEADS * DIM * N) + index
+        state += tl.load(entering, mask=in_state & (start < end) & (alone == 0), other=0.0)
+    if STATE:
+        tile = ssm_state + tl.load(slots + row).to(tl.int64) * ssm_stride + index
+        state += tl.load(tile, mask=in_state & last & alone & (tl.load(past + row) > 0), other=0.0).to(tl.float32)
+    end = tl.minimum(end, start + segment)
     half = x.dtype.element_ty
     for next in tl.range(tl.cdiv(end - start, CHUNK), num_stages=STAGES):
         first = start.to(tl.int64) + next * CHUNK
         at = tl.minimum(i, (end - first - 1).to(tl.int32))  # behind the end: the last, for no time
-        place = (chunk + next).to(tl.int64)
-        step = steps + (place * HEADS + head) * (2 * CHUNK)
+        cell = (chunk + next).to(tl.int64)
+        step = steps + (cell * HEADS + head) * (2 * CHUNK)
         delta, decay, whole = tl.load(step + i), tl.load(step + CHUNK + i), tl.load(step + 2 * CHUNK - 1)
         value = tl.load(x + first * x_stride + at[:, None] * x_stride + p[None, :], mask=in_p[None, :], other=0.0)
-        score = tl.load(scores + (place * GROUPS + group) * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :])
+        score = tl.load(scores + (cell * GROUPS + group) * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :])
         since = tl.minimum(decay[:, None] - decay[None, :], 0.0)  # of a later token, whose score is zero: no infinity
         weight = (score.to(tl.float32) * tl.exp2(since) * delta[None, :]).to(half)
         made = tl.dot(weight, value, input_precision="ieee")
@@ -193,8 +196,8 @@ def _scan(
         b = tl.load(B + first * B_stride + at[:, None] * B_stride + to_n[None, :], mask=in_n[None, :], other=0.0)
         added = (value.to(tl.float32) * (tl.exp2(whole - decay) * delta)[:, None]).to(half)
         state = tl.dot(tl.trans(added), b, state * tl.exp2(whole), input_precision="ieee")
-    if STATE and not CUT:
-        tl.store(tile, state.to(ssm_state.dtype.element_ty), mask=in_state)
+    if STATE:
+        tl.store(tile, state.to(ssm_state.dtype.element_ty), mask=in_state & last)
 
 
 def ssd_scan(
@@ -232,14 +235,16 @@ def ssd_scan(
         heads, n, groups, size, block_n, triton.next_power_of_2(heads // groups), num_warps=4, **OPTIONS,
     )  # fmt: skip
     states, segments = None, 1
-    if cut:
-        segments, places = triton.cdiv(longest, segment), count // segment + number
-        states = torch.empty(places, heads, dim, n, dtype=torch.float32, device=x.device)
-        decays = torch.empty(places, heads, dtype=torch.float32, device=x.device)
+    if not cut:
+        segment = 1 << 30
+    else:
+        segments, places = triton.cdiv(longest, segment), count // segment + 1
+        states = torch.empty(places, 2, heads, dim, n, dtype=torch.float32, device=x.device)
+        decays = torch.empty(places, 2, heads, dtype=torch.float32, device=x.device)
         block_p, stages, warps, registers = shape.states
         block_p = min(block_p, most)
         parts = triton.cdiv(dim, block_p)
-        _states[(heads * parts, segments, number)](
+        _states[(heads * parts, segments - 1, number)](
             x, B, steps, states, decays, rows.starts, x.stride(0), B.stride(0), segment,
             heads, dim, n, groups, parts, size, block_p, block_n, stages,
             num_warps=warps, maxnreg=registers, **OPTIONS,

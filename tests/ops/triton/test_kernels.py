@@ -345,9 +345,9 @@ def test_ssd_scan_of_extremes(draw, device: str):
     assert (got_state - wanted_state).norm() < 1e-4 * wanted_state.norm()
 
 
-@pytest.mark.parametrize("lens", [[1], [256], [257], [8192], [40_000], [700, 64, 2000], [128] * 64, [1] * 7 + [9000]])
+@pytest.mark.parametrize("lens", [[1], [256], [257], [8192], [40_000], [700, 64, 2000], [128] * 64, [1] * 70 + [9000]])
 def test_segments_of_a_scan_are_enough_and_their_states_small(monkeypatch, lens: list[int]):
-    """Programs for every multiprocessor if a row is long enough for that; never more states than programs and rows."""
+    """Programs for every multiprocessor if a row is long enough for that, and never many more states than programs."""
     grids = {}
 
     class Launched:
@@ -367,10 +367,10 @@ def test_segments_of_a_scan_are_enough_and_their_states_small(monkeypatch, lens:
     scan.ssd_scan(x, dt, B, B, heads, heads, heads, (0.0, 1.0), 128, state, batch)
     programs, segments, _ = grids["_scan"][0]
     assert programs * segments >= (512 if max(lens) > 2000 else 64)
-    assert ("_states" in grids) == ("_pass" in grids) == (segments > 1) == (max(lens) > 256 and len(lens) < 64)
+    assert ("_states" in grids) == ("_pass" in grids) == (segments > 1) == (max(lens) > 256)
     if segments > 1:
         states = grids["_states"][1][3]
-        assert states.numel() * 4 <= (1024 + 64 * len(lens)) * 64 * 128 * 4
+        assert states.numel() <= 2 * (1024 + 64) * 64 * 128
 
 
 @pytest.mark.parametrize("lens", [None, [3, 1, 17, 9], [4, 1, 3, 2]])
