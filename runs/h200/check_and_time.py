@@ -265,16 +265,16 @@ def check() -> None:
         steps = (randn(tokens, STATE[0]), small().abs(), small(), small() - 3, (0.0, float("inf")), 128)
         dt, recurrence = steps[0], steps[1:]
         state = randn(count + 1, *STATE, dtype=dtype)
-        exactly = state.float().clone()
+        theirs = state.float().clone()
         with ops.using("reference"):
-            wanted = ops.ssd_scan(x.float(), dt.float(), B.float(), C.float(), *recurrence, exactly, batch)
+            wanted = ops.ssd_scan(x.float(), dt.float(), B.float(), C.float(), *recurrence, theirs, batch)
         for shape in (scan.Shape(), scan.Shape(64), scan.Shape(256)):
             ours, again = state.clone(), state.clone()
             got = scan.ssd_scan(x, dt, B, C, *recurrence, ours, batch, shape)
             twice = scan.ssd_scan(x, dt, B, C, *recurrence, again, batch, shape)
             name = f"ssd_scan {lens} after {past} {str(dtype)[6:]} {shape.segment}"
             verdict(name, error(got, wanted), 1e-2)
-            verdict("  state", error(ours[1:], exactly[1:]), 1e-2)
+            verdict("  state", error(ours[1:], theirs[1:]), 1e-2)
             verdict("  twice the same bits", float((got != twice).float().mean()), 0)
             verdict("  state too", float((ours != again).float().mean()), 0)
         del wanted, x, B, C, xBC, got, twice

@@ -36,7 +36,7 @@ def _convolve(
         if STATE:
             window += tl.load(slots + row).to(tl.int64) * state_stride
             fresh = tl.load(past + row) == 0
-        columns = ()
+        columns = tl.tuple([])
         for k in tl.static_range(REACH):
             value = tl.load(at + (k - REACH) * x_stride + c, mask=in_c & (first + k >= REACH), other=0.0)
             if STATE:
@@ -46,7 +46,7 @@ def _convolve(
         before = tl.zeros((BLOCK_C,), dtype=tl.float32)
         if BIAS:
             before += tl.load(bias + c, mask=in_c, other=0.0).to(tl.float32)
-        taps = ()
+        taps = tl.tuple([])
         for tap in tl.static_range(REACH + 1):
             taps += (tl.load(weight + c * (REACH + 1) + tap, mask=in_c, other=0.0).to(tl.float32),)
         for k in tl.static_range(BLOCK_T):  # all on their way before the first store
