@@ -18,6 +18,7 @@ from leyden.config.engine import CAPTURE_SIZES, EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
 from leyden.config.speculative import SpeculativeConfig
+from leyden.engine import backends
 from leyden.engine.grammar import Allowed, Compiler, Grammars
 from leyden.engine.memory import Split, check_host_room, divide, dtype_of, free
 from leyden.engine.runner import Runner, StepOutput
@@ -130,6 +131,7 @@ class Engine:
         """Read a checkpoint and get ready. Raises ConfigError or CheckpointError."""
         started = time.monotonic()
         device = _device(config.device)
+        foreign = backends.named(config, device)
         check_host_room(config, device)
         if config.cache_dir:
             saved.check_folder(Path(config.cache_dir))
@@ -155,6 +157,7 @@ class Engine:
         ):
             torch.set_num_threads(1)
         model.eval().requires_grad_(False)
+        backends.apply(foreign, model)
         drafters = load(drafting, model) if drafting else []
         taken = room(drafting, architecture) if drafting else NO_DRAFTER
         split = divide(config, architecture, dtype, device.type, free(config, device), taken)
@@ -182,6 +185,7 @@ class Engine:
             prefix_caching=config.enable_prefix_caching is not False,
             seed=config.seed,
         )
+        backends.try_out(foreign, model, engine.runner.pool)
         seconds = time.monotonic() - started
         logger.info("engine ready in %.1f s: %s", seconds, split, extra={"fields": {"seconds": seconds}})
         return engine
