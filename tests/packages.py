@@ -114,16 +114,19 @@ class HummingLayer(nn.Module):
         input_config: dict[str, Any] | None = None,
         num_experts: int | None = None,
         torch_dtype: torch.dtype | None = None,
+        pad_n_to_multiple: int = 1,
     ):
         super().__init__()
         assert weight_config == {"quant_method": "modelopt", "quant_algo": "nvfp4"}
-        assert shape_n % 64 == 0 and shape_k % 32 == 0
+        assert -shape_n % pad_n_to_multiple % 8 == 0 and shape_k % 64 == 0
+        assert pad_n_to_multiple % 128 == 0, "there is no kernel for a part of 128 rows"
+        self.padding = (0, -shape_n % pad_n_to_multiple)
         stack = (num_experts,) if num_experts else ()
         self.num_experts, self.torch_dtype, self.ready = num_experts, torch_dtype, False
         for name, shape, dtype in (
             ("weight", (*stack, shape_n, shape_k // 2), torch.uint8),
             ("weight_scale", (*stack, shape_n, shape_k // 16), torch.float8_e4m3fn),
-            ("weight_scale_2", (*stack, 1), torch.float32),
+            ("weight_scale_2", stack or (1,), torch.float32),
         ):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
 
@@ -136,9 +139,9 @@ class HummingLayer(nn.Module):
 
     def transform(self, allow_inplace: bool = False) -> None:
         for name, made in (
-            ("weight", self.weight.view(torch.int32).transpose(-1, -2).contiguous()),
-            ("weight_scale", self.weight_scale.transpose(-1, -2).contiguous()),
-            ("weight_scale_2", self.weight_scale_2.flatten()),
+            ("weight", F.pad(self.weight.view(torch.int32).transpose(-1, -2), self.padding)),
+            ("weight_scale", F.pad(self.weight_scale.float().transpose(-1, -2), self.padding)),
+            ("weight_scale_2", self.weight_scale_2),
         ):
             setattr(self, name, nn.Parameter(made, requires_grad=False))
         self.ready = True
@@ -149,8 +152,9 @@ class HummingLayer(nn.Module):
         assert self.ready and inputs.dim() == 2 and inputs.is_contiguous() and inputs.dtype == self.torch_dtype
         words = self.weight.transpose(-1, -2).contiguous().view(torch.uint8)
         values = E2M1[torch.stack([words & 15, words >> 4], -1).flatten(-2).long()]
-        scale = self.weight_scale.float().transpose(-1, -2).repeat_interleave(16, -1)
+        scale = self.weight_scale.transpose(-1, -2).repeat_interleave(16, -1)
         matrix = values * scale * self.weight_scale_2.view(-1, *[1] * (values.dim() - 1))
+        matrix = matrix[..., : matrix.shape[-2] - self.padding[1], :]
         if self.num_experts is None:
             assert compute_config is None
             return F.linear(inputs.float(), matrix.squeeze(0)).to(inputs.dtype)

@@ -103,8 +103,8 @@ def _humming(dimensions: int, flag: str, config: EngineConfig) -> Change:
     def change(model: Nemotron) -> None:
         fitting = [group for group in _groups(model, dimensions) if all(map(humming.fits, group))]
         if not fitting:
-            what = f"of at least {humming.TILE[0]} rows, for 16-bit activations"
-            raise ConfigError(f"{flag} is for matrices in nvfp4 {what}; this model's are {_stored(model, dimensions)}")
+            kind = f"nvfp4 for 16-bit activations, of a multiple of {humming.COLUMNS} columns"
+            raise ConfigError(f"{flag} is for matrices in {kind}; this model's are {_stored(model, dimensions)}")
         for weight in (weight for group in fitting for weight in group):
             humming.lay(weight, make)
 

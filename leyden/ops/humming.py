@@ -23,8 +23,9 @@ from leyden.ops.foreign import find
 from leyden.ops.triton.moe import combined, listed
 
 PACKAGE = "humming-kernels"
-TILE = (64, 32)  # rows and columns of a matrix are multiples of these
-_LAYER = ("shape_n", "shape_k", "weight_config", "num_experts", "torch_dtype")
+ROWS, COLUMNS = 8, 64  # matrices have a multiple of so many
+_PADDED = 128  # rows of what the package's choice of kernels divides a matrix into: it appends zeros
+_LAYER = ("shape_n", "shape_k", "weight_config", "num_experts", "torch_dtype", "pad_n_to_multiple")
 _GROUPED = '{"gemm_type": "grouped_contiguous"}'
 
 
@@ -61,7 +62,7 @@ def find_layer(flag: str) -> Callable[..., Any]:
 def fits(weight: Weight) -> bool:
     """Whether lay() can take it."""
     *_, n, k = weight.shape
-    whole = n % TILE[0] == 0 and k % TILE[1] == 0
+    whole = n % ROWS == 0 and k % COLUMNS == 0
     return whole and isinstance(weight.format, NVFP4) and weight.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -71,15 +72,17 @@ def lay(weight: Weight, make: Callable[..., Any]) -> None:
     *stack, n, k = weight.shape
     parts = {name: weight.parts[name].detach() for name in ("weight", "weight_scale", "weight_scale_2")}
     device = parts["weight"].device
-    with torch.device(device), torch.cuda.device_of(parts["weight"]), torch.inference_mode(False):
+    with torch.device(device), torch.cuda.device_of(parts["weight"]):
         layer = make(
             shape_n=n,
             shape_k=k,
             weight_config={"quant_method": "modelopt", "quant_algo": "nvfp4"},
             num_experts=stack[0] if stack else None,
             torch_dtype=weight.dtype,
+            pad_n_to_multiple=_PADDED,
         )
-        layer.load_from_tensors(parts | {"weight_scale_2": parts["weight_scale_2"].reshape(*stack, 1)})
+        parts["weight_scale_2"] = parts["weight_scale_2"].reshape(layer.weight_scale_2.shape)  # [1] of one matrix
+        layer.load_from_tensors(parts)
         layer.transform(allow_inplace=True)
     weight.allot(Laid(weight.format, layer), torch.device("meta"))
     for name, part in layer.named_parameters():

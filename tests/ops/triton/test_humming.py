@@ -42,15 +42,15 @@ def randn(*shape: int, seed: int = 5) -> Tensor:
 
 
 @pytest.mark.parametrize("input_scale", [False, True])
-@pytest.mark.parametrize("shape", [(3, 96), (2, 2, 96)])
+@pytest.mark.parametrize("shape", [(3, 64), (2, 2, 64)])
 def test_a_matrix(monkeypatch: pytest.MonkeyPatch, input_scale: bool, shape: tuple[int, ...]) -> None:
-    weight = quantised(64, 96, input_scale=input_scale)
+    weight = quantised(72, 64, input_scale=input_scale)
     made, x = laid(weight, monkeypatch), randn(*shape)
     assert made.format.name == "nvfp4_humming" and made.parts.keys() == {"weight", "weight_scale", "weight_scale_2"}
     assert made.parts["weight"] is made.format.layer.weight and not any(p.requires_grad for p in made.parameters())
     packages.assert_near(humming.linear(x, made), reference.linear(x, weight))
     assert humming.linear(x, made, torch.float32).dtype == torch.float32
-    assert humming.linear(x[:0], made).shape == (0, *shape[1:-1], 64)
+    assert humming.linear(x[:0], made).shape == (0, *shape[1:-1], 72)
 
 
 def test_two_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,9 +61,9 @@ def test_two_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count", [1, 7])
 def test_experts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    up, down = quantised(5, 64, 96), quantised(5, 128, 64, seed=1)
-    shared_up, shared_down = quantised(64, 96, seed=2), quantised(128, 64, seed=3)
-    x, draw = randn(count, 96), torch.Generator().manual_seed(9)
+    up, down = quantised(5, 64, 192), quantised(5, 128, 64, seed=1)
+    shared_up, shared_down = quantised(64, 192, seed=2), quantised(128, 64, seed=3)
+    x, draw = randn(count, 192), torch.Generator().manual_seed(9)
     ids, weights = torch.randn(count, 5, generator=draw).topk(2).indices, torch.rand(count, 2, generator=draw)
     ours = [laid(w, monkeypatch) for w in (up, down, shared_up, shared_down)]
     found = humming.experts(x, ids, weights, *ours[:2])
@@ -74,19 +74,17 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def test_what_fits() -> None:
-    assert humming.fits(quantised(64, 32)) and humming.fits(quantised(2, 64, 32, dtype=torch.float16))
-    assert not humming.fits(quantised(48, 32)) and not humming.fits(quantised(64, 48))
-    assert not humming.fits(quantised(64, 32, dtype=torch.float32)) and not humming.fits(
-        Weight(64, 32, dtype=torch.half)
-    )
+    assert humming.fits(quantised(8, 64)) and humming.fits(quantised(2, 1856, 64, dtype=torch.float16))
+    assert not humming.fits(quantised(12, 64)) and not humming.fits(quantised(8, 96))
+    assert not humming.fits(quantised(8, 64, dtype=torch.float32)) and not humming.fits(Weight(8, 64, dtype=torch.half))
 
 
 def test_there_is_no_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = laid(quantised(64, 32), monkeypatch)
+    made = laid(quantised(64, 64), monkeypatch)
     with pytest.raises(ConfigError, match="can only be multiplied with"):
         made.dense()
     with pytest.raises(ConfigError, match="not of values"):
-        made.format.quantize(torch.ones(64, 32))
+        made.format.quantize(torch.ones(64, 64))
     with pytest.raises(ConfigError, match="cannot be divided"):
         made.format.shard({}, -1, 0, 2)
 
