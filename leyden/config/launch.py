@@ -72,7 +72,7 @@ class Launch:
             value = self.given[flag.dest]
             if flag.dest == "compilation_config" and device != "cpu":
                 value = {key: word for key, word in value.items() if key not in GRAPHS}
-            if flag.dest == "kernel_config":
+            if flag.dest == "kernel_config" and device != "cpu":
                 chosen = _chosen(table()[1], self.given)
                 value = {key: word for key, word in value.items() if key not in chosen}
             if not _accepted(flag, value):

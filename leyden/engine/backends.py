@@ -26,19 +26,20 @@ logger = log.get(__name__)
 
 
 def named(config: EngineConfig, device: torch.device) -> dict[str, Change]:
-    """What the flags that name kernels do to a model once it is loaded, by flag.
+    """What the flags that name kernels do to a model once it is loaded, by flag. Elsewhere than on CUDA it is nothing:
+    the packages have no kernels there, and a command for a GPU is to run on a CPU, too.
 
-    ConfigError if a package is missing or has changed, or if it has no kernels for the device.
+    ConfigError if a package is missing or has changed.
     """
-    found = {}
+    found: dict[str, Change] = {}
     if config.mamba_ssu_algorithm is not None and config.mamba_backend != "flashinfer":
         flag = f"--mamba-ssu-algorithm {config.mamba_ssu_algorithm}"
         raise ConfigError(f"{flag} is a variant of flashinfer's kernel: it needs --mamba-backend flashinfer")
+    if device.type != "cuda":
+        return found
     for (field, value), prepare in _KNOWN.items():
         if getattr(config, field) == value:
             flag = f"--{field.replace('_', '-')} {value}"
-            if device.type != "cuda":
-                raise ConfigError(f"{flag} needs CUDA, and this engine runs on {device}; leave the flag away")
             found[flag] = prepare(flag, config)
     return found
 
