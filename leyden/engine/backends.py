@@ -48,6 +48,8 @@ def apply(changes: Mapping[str, Change], model: Nemotron) -> None:
     """ConfigError if there is nothing in the model that the kernels of a flag could do."""
     for change in changes.values():
         change(model)
+    if changes and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what matrices took before they were laid out anew is room for the cache
 
 
 @torch.inference_mode()

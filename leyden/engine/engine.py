@@ -157,11 +157,11 @@ class Engine:
         ):
             torch.set_num_threads(1)
         model.eval().requires_grad_(False)
-        backends.apply(foreign, model)
         drafters = load(drafting, model) if drafting else []
         taken = room(drafting, architecture) if drafting else NO_DRAFTER
         if device.type == "cuda":
             twins.keep(model, torch.cuda.mem_get_info(device)[1])
+        backends.apply(foreign, model)  # a matrix that a package takes over loses its twin
         split = divide(config, architecture, dtype, device.type, free(config, device), taken)
         if split.shape.kv_dtype.itemsize == 1:
             if device.type == "cpu":

@@ -32,8 +32,10 @@ def laid(weight: Weight, monkeypatch: pytest.MonkeyPatch) -> Weight:
     copy = Weight(*weight.shape, dtype=weight.dtype, format=weight.format)
     for name, part in weight.parts.items():
         copy.parts[name].data.copy_(part)
+    copy.twin = weight.dense()
     assert humming.fits(copy)
     humming.lay(copy, humming.find_layer(FLAG))
+    assert copy.twin is None, "nothing reads it any more"
     return copy
 
 
