@@ -67,7 +67,7 @@ def fits(weight: Weight) -> bool:
 
 
 def lay(weight: Weight, make: Callable[..., Any]) -> None:
-    """Give `weight`, which fits, to a layer that `make` makes: what find_layer() found. Its twin, if any, is dropped."""
+    """Give `weight`, which fits, to a layer that `make` makes: what find_layer() found. A twin is dropped."""
     assert isinstance(weight.format, NVFP4)
     *stack, n, k = weight.shape
     parts = {name: weight.parts[name].detach() for name in ("weight", "weight_scale", "weight_scale_2")}
