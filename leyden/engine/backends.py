@@ -4,8 +4,10 @@ They are chosen here, once, at the start, for one model: its Mamba layers get an
 has kernels of the package. What no flag names runs as it does otherwise, and so does another engine beside this one.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 
@@ -27,9 +29,10 @@ logger = log.get(__name__)
 
 def named(config: EngineConfig, device: torch.device) -> dict[str, Change]:
     """What the flags that name kernels do to a model once it is loaded, by flag. Elsewhere than on CUDA it is nothing:
-    the packages have no kernels there, and a command for a GPU is to run on a CPU, too.
+    the packages have no kernels there. Where a package is missing it is a line in the log: a published command is to run
+    everywhere, and leyden's own kernels do the same.
 
-    ConfigError if a package is missing or has changed.
+    ConfigError if a package cannot be used that is there.
     """
     found: dict[str, Change] = {}
     if config.mamba_ssu_algorithm is not None and config.mamba_backend != "flashinfer":
@@ -37,10 +40,13 @@ def named(config: EngineConfig, device: torch.device) -> dict[str, Change]:
         raise ConfigError(f"{flag} is a variant of flashinfer's kernel: it needs --mamba-backend flashinfer")
     if device.type != "cuda":
         return found
-    for (field, value), prepare in _KNOWN.items():
+    for (field, value), (package, module, prepare) in _KNOWN.items():
         if getattr(config, field) == value:
             flag = f"--{field.replace('_', '-')} {value}"
-            found[flag] = prepare(flag, config)
+            if module not in sys.modules and find_spec(module) is None:
+                logger.warning("%s: %s is not installed, leyden's own kernels run", flag, package)
+            else:
+                found[flag] = prepare(flag, config)
     return found
 
 
@@ -130,9 +136,10 @@ def _stored(model: Nemotron, dimensions: int) -> str:
     return ", ".join(sorted(kinds)) or "none"
 
 
-_KNOWN: dict[tuple[str, str], Callable[[str, EngineConfig], Change]] = {
-    ("mamba_backend", "flashinfer"): _flashinfer_step,
-    ("moe_backend", "flashinfer_cutlass"): _flashinfer_experts,
-    ("moe_backend", "humming"): partial(_humming, 3),
-    ("linear_backend", "humming"): partial(_humming, 2),
+# by field and value: the package, its module, and what makes the change
+_KNOWN: dict[tuple[str, str], tuple[str, str, Callable[[str, EngineConfig], Change]]] = {
+    ("mamba_backend", "flashinfer"): ("flashinfer-python", "flashinfer", _flashinfer_step),
+    ("moe_backend", "flashinfer_cutlass"): ("flashinfer-python", "flashinfer", _flashinfer_experts),
+    ("moe_backend", "humming"): ("humming-kernels", "humming", partial(_humming, 3)),
+    ("linear_backend", "humming"): ("humming-kernels", "humming", partial(_humming, 2)),
 }
