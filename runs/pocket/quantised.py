@@ -5,6 +5,7 @@
 
     OUT/calibration.jsonl, OUT/known.jsonl    training examples to measure activations on, held-out ones to compare on
     OUT/quantised/RECIPE/     what `leyden quantize` makes (its report and figure included), or RECIPE.gguf
+    OUT/quantised/pocket-nvfp4/     what ships under this name: every matrix but the embeddings in NVFP4
     OUT/evals/RECIPE/         what `leyden bench evals` finds, and for bf16 the original
     OUT/quantised.json        bytes, divergence and accuracy of each; the table on stdout is made of it
 
@@ -23,10 +24,16 @@ from torch import Tensor
 from leyden.bench import evals
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
+from leyden.formats import Dense, Format
+from leyden.formats.nvfp4 import NVFP4
 from leyden.model import checkpoint
 from leyden.model.nemotron import Nemotron
+from leyden.model.source import Source
 from leyden.quantize.calibrate import Texts, read
 from leyden.quantize.command import main as quantize
+from leyden.quantize.convert import Conversion, Options
+from leyden.quantize.recipe import Recipe
+from leyden.quantize.report import draw
 from leyden.synthetic.__main__ import main as synthetic
 
 SHARD_BYTES = 15_000_000  # as run.py: files that a repository takes
@@ -39,6 +46,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "gguf-q4_0": (),
     "gguf-nvfp4": (),
 }
+SMALLEST = "pocket-nvfp4"
 CACHED = ("bf16", "nvfp4")  # answered once more with keys and values in FP8: without scales, and with measured ones
 
 
@@ -46,7 +54,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Quantise pocket and measure what it costs.")
     parser.add_argument("--out", type=Path, required=True, help="the folder that run.py has filled")
     parser.add_argument("--model", type=Path, help="another checkpoint than OUT/model")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--recipes", nargs="+", choices=(*RECIPES, SMALLEST), default=[*RECIPES, SMALLEST])
     parser.add_argument("--answers", type=int, default=1000, help="held-out prompts that are answered; 0: none")
     parser.add_argument("--tiny", action="store_true", help="a toy, to see that everything works")
     arguments = parser.parse_args()
@@ -82,6 +90,9 @@ def path_of(folder: Path, recipe: str) -> Path:
 
 def convert(model: Path, recipe: str, calibration: Path, folder: Path) -> Path:
     made = path_of(folder, recipe)
+    if recipe == SMALLEST:
+        make_smallest(model, calibration, made)
+        return made
     words = [str(model), "--recipe", recipe, "--out", str(made), "--no-progress", *RECIPES[recipe]]
     if made.suffix != ".gguf":
         words += ["--calibration", str(calibration), "--shard-bytes", str(SHARD_BYTES)]
@@ -89,6 +100,21 @@ def convert(model: Path, recipe: str, calibration: Path, folder: Path) -> Path:
         print("leyden quantize", *words, flush=True)
         quantize(words)
     return made
+
+
+def make_smallest(model: Path, calibration: Path, made: Path) -> None:
+    """Attention, Mamba, head and MTP module too: with what the recipes of `leyden quantize` leave in BF16, the package
+    would be larger than it may be."""
+    options = Options(SMALLEST, gptq=True, shard_bytes=SHARD_BYTES)
+    with Source(model) as source:
+        texts = read(calibration, source.folder, 256, 2048)
+        chosen = Recipe(SMALLEST, all_but_embeddings, fp8_cache=True)
+        report = Conversion(source, chosen, options, made, texts).run(progress=False)
+        draw(report, source.config, made / "sensitivity.png")
+
+
+def all_but_embeddings(part: str, shape: tuple[int, ...]) -> Format:
+    return Dense() if part == "embeddings" else NVFP4(four_over_six=True)
 
 
 def load(path: Path) -> Nemotron:
