@@ -43,7 +43,7 @@ from leyden.model.eight import round_above
 from leyden.ops import eight as products
 from leyden.ops.reference import eight as exactly
 from leyden.ops.rows import Rows
-from leyden.ops.triton import attention, conv, eight, launch, linear, moe, nvfp4, packed, scan, ssm
+from leyden.ops.triton import attention, conv, eight, grouped, launch, linear, moe, nvfp4, packed, scan, ssm
 
 CONFIG = ModelConfig(
     pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
@@ -1167,12 +1167,14 @@ def time_eight() -> None:
     each("listed", [partial(moe.listed, ids, EXPERTS)] * 4)
     done, places = randn(tokens * CHOICES, H), torch.randperm(tokens * CHOICES, device="cuda").int()
     each("summed", [partial(eight.summed, done, places, w, x)] * 4, tokens * H * 2 * (CHOICES + 2))
+    for shape in ((128, 256, 128, 4, 8), (128, 256, 128, 3, 8), (128, 128, 128, 4, 4), (128, 256, 64, 4, 8)):
+        runs = [partial(grouped.product, gathered[0], m[0], None, offsets, False, shape, (gathered[1], m[1]))
+                for m in stacks]  # fmt: skip
+        rate(f"grouped product alone {shape}", runs, routed / 2)
     into, rounded = [products.as_stored(m.in_proj) for m in mamba[:6]], eight.rounded(x)
     for fast in (True, False):
         products.FAST, kept = fast, products.FAST
         rate(f"product alone, fast {fast}", [partial(products.product, rounded, m) for m in into], flop * PROJECTED)
-        runs = [partial(products.grouped, gathered, m, offsets[1:]) for m in stacks]
-        rate(f"grouped product alone, fast {fast}", runs, routed / 2)
         exact = (rounded[0][:64].float() * rounded[1][:64, None]) @ (into[0][0].float() * into[0][1][:, None]).t()
         off = error(products.product((rounded[0][:64], rounded[1][:64]), into[0]), exact)
         say(f"    a product is {off:.2e} from exact sums, of which 1.7e-03 is BF16")

@@ -1,7 +1,8 @@
 """Products of many rows in 8 bits: see leyden.ops.eight. One kernel rounds activations, one recodes NVFP4 matrices, one
-adds up what a row's experts gave; the products are torch's.
+adds up what a row's experts gave; products with one matrix are torch's.
 
-Experts take the rows of x in the order of moe.listed(): the kernel that rounds them also gathers them.
+Experts take the rows of x in the order of moe.listed(): the kernel that rounds them also gathers them. Their products are
+those of grouped.py, with 8-bit operands.
 """
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from leyden.formats import Weight
 from leyden.formats.fp8 import E4M3, E4M3_MAX
 from leyden.formats.nvfp4 import NVFP4, Tiled, arrange
-from leyden.ops.eight import Scaled, as_stored, empty, grouped, product
+from leyden.ops.eight import Scaled, as_stored, empty, product
+from leyden.ops.triton import grouped
 from leyden.ops.triton import moe as routed
 from leyden.ops.triton.launch import INTERPRETED, OPTIONS, release, wait
 
@@ -137,10 +139,15 @@ def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
 def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, also: Tensor | None = None) -> Tensor:
     """See ops.experts; plus `also` [T, N]."""
     order, offsets = routed.listed(ids.contiguous(), up.shape[0])
-    places, ends = torch.empty_like(order), offsets[1:]
-    hidden = grouped(rounded(x, False, order, places, ids.shape[1]), operand(up), ends)
-    done = grouped(rounded(hidden, square=True), operand(down), ends)
+    places = torch.empty_like(order)
+    hidden = _grouped(rounded(x, False, order, places, ids.shape[1]), operand(up), offsets)
+    done = _grouped(rounded(hidden, square=True), operand(down), offsets)
     return summed(done, places, weights.contiguous(), also)
+
+
+def _grouped(x: Scaled, weight: Scaled, offsets: Tensor) -> Tensor:
+    """Rows offsets[e] to offsets[e + 1] of x [P, K] times weight[e] of [E, N, K] -> bfloat16 [P, N]"""
+    return grouped.product(x[0], weight[0], None, offsets, False, scales=(x[1], weight[1]))
 
 
 def moe(
