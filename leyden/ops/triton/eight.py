@@ -1,8 +1,8 @@
 """Products of many rows in 8 bits: see leyden.ops.eight. One kernel rounds activations, one recodes NVFP4 matrices, one
 adds up what a row's experts gave; products with one matrix are torch's.
 
-Experts take the rows of x in the order of moe.listed(): the kernel that rounds them also gathers them. Their products are
-those of grouped.py, with 8-bit operands.
+Experts take the rows of x in the order of moe.listed(): the kernel that rounds them also gathers them. Their products
+are those of grouped.py, with 8-bit operands.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """Products of many rows with a stack of matrices, for prompts: bound by the tensor cores.
 
-The rows of each matrix lie side by side, in 16 bits, or in 8 with a scale for each row of both. A program makes one tile of one matrix' product, 128 or, where no
-more are left, 64 of its rows; tiles of x and of the matrix come by the hardware's tile copies (TMA). Tiles that share a
-part of the matrix run at the same time, so that the second finds it in the L2 cache.
+The rows of each matrix lie side by side, in 16 bits, or in 8 with a scale for each row of both. A program makes one tile
+of one matrix' product, 128 or, where no more are left, 64 of its rows; tiles of x and of the matrix come by the
+hardware's tile copies (TMA). Tiles that share a part of the matrix run at the same time, so that the second finds it in
+the L2 cache.
 """
 
 from typing import Any
@@ -64,8 +65,8 @@ def _grouped(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """half, rest: x and the matrices again, in tiles of half as many rows, and of REST columns: the last ones. scales of
-    the rows of x, factors of those of the matrices, or neither.
+    """half, rest: x and the matrices again, in tiles of half as many rows, and of REST columns: the last ones. scales
+    of the rows of x, factors of those of the matrices, or neither.
 
     UP writes relu^2 to row i; otherwise row i goes to row order[i], if there is an order.
     """

@@ -15,9 +15,8 @@ pytest.importorskip("triton", reason="Triton comes with PyTorch on CUDA; elsewhe
 from leyden.ops.triton import eight as kernels  # noqa: E402
 from leyden.ops.triton import grouped, linear, nvfp4  # noqa: E402
 
-
-# Of two products: what falls to the other of two values in BF16 may fall to the other in E4M3. The interpreter cuts what
-# lies between them off to BF16, where it is to be rounded.
+# Of two products: what falls to the other of two values in BF16 may fall to the other in E4M3. The interpreter cuts
+# off what lies between them, where it is to be rounded to BF16.
 BETWEEN = 2e-2 if torch.cuda.is_available() else 4e-2
 
 
