@@ -1,7 +1,7 @@
 """Products of many rows with a stack of matrices, for prompts: bound by the tensor cores.
 
-The rows of each matrix lie side by side, in 16 bits, or in 8 with a scale for each row of both. A program makes one tile
-of one matrix' product, 128 or, where no more are left, 64 of its rows; tiles of x and of the matrix come by the
+The rows of each matrix lie side by side, in 16 bits, or in 8 with a scale for each row of both. A program makes one
+tile of one matrix' product, 128 or, where no more are left, 64 of its rows; tiles of x and of the matrix come by the
 hardware's tile copies (TMA). Tiles that share a part of the matrix run at the same time, so that the second finds it in
 the L2 cache.
 """
