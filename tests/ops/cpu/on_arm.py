@@ -18,28 +18,21 @@ from leyden.ops.cpu import program
 Span = tuple[int, int]  # where memory begins and ends
 
 
-def start(command: list[str], names: list[str]) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
-    """(arm.c, running; the values of constants by their names, of others something)"""
-    child = subprocess.Popen([*command, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    values = struct.unpack(f"{len(names)}q", child.stdout.read(8 * len(names)))
-    return child, dict(zip(names, values, strict=True))
-
-
 class Machine:
     """Takes the place of the team of threads."""
 
     def __init__(self, command: list[str], names: list[str]):
-        self._child, _ = start(command, names)
+        self._child = subprocess.Popen([*command, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._read(8 * len(names))
         self._call = program.Kernel.__call__
         addresses = [ctypes.cast(getattr(program._native, name), ctypes.c_void_p).value for name in names]
         self._kernels = {address: i for i, address in enumerate(addresses)}
-        self._tensors: dict[bytes, list[tuple[int, Span]]] = {}  # of each step: (word, memory)
+        self._tensors: dict[bytes, list[tuple[int, Span]]] = {}  # of each kernel and its arguments: (word, memory)
 
     def watch(self, kernel: program.Kernel, *arguments: Any) -> program.Step:
         """What the kernel makes of its arguments, remembering where they lie."""
         step = self._call(kernel, *arguments)
-        spans = self._tensors[step.words[16:]] = []
+        spans = self._tensors[step.words[:8] + step.words[16:]] = []
         for i in kernel._tensors:
             if isinstance(arguments[i], Tensor) and arguments[i].numel():
                 memory = arguments[i].untyped_storage()
@@ -61,21 +54,26 @@ class Machine:
         sizes = [end - begin for begin, end in spans]
         head = [len(spans), len(words), len(patches) // 2, threads]
         memory = [ctypes.string_at(begin, end - begin) for begin, end in spans]
-        to, back = self._child.stdin, self._child.stdout
-        assert to is not None and back is not None
+        to = self._child.stdin
+        assert to is not None
         to.write(struct.pack(f"{4 + len(sizes)}q{len(words)}Q{len(patches)}q", *head, *sizes, *words, *patches))
         to.writelines(memory)
         to.flush()
         for (begin, _), size in zip(spans, sizes, strict=True):
-            left = back.read(size)
-            assert len(left) == size, "the kernels crashed"
-            ctypes.memmove(begin, left, size)
+            ctypes.memmove(begin, self._read(size), size)
+
+    def _read(self, size: int) -> bytes:
+        assert self._child.stdout is not None
+        said = self._child.stdout.read(size)
+        assert len(said) == size, "the kernels crashed"
+        return said
 
     def _addresses(self, steps: bytes) -> Iterator[tuple[int, Span]]:
         """(word, memory) of all tensors in a program"""
         ends = [*heads(steps), len(steps) // 8]
         for at, end in zip(ends, ends[1:], strict=False):
-            yield from ((at + 2 + i, span) for i, span in self._tensors[steps[8 * at + 16 : 8 * end]])
+            step = steps[8 * at : 8 * at + 8] + steps[8 * at + 16 : 8 * end]  # without its size: see apart
+            yield from ((at + 2 + i, span) for i, span in self._tensors[step])
 
 
 def heads(steps: bytes) -> Iterator[int]:
