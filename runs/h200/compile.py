@@ -112,7 +112,7 @@ def mamba() -> None:
             under(f"step {count}", ssm.mamba_step, one[0], *layer, *tail, *states, one[1], 5)
             under(f"verify {count}", ssm.mamba_verify, few[0], *layer, *tail, *states, ring, few[1])
             under(f"replay {count}", ssm.mamba_replay, *layer, 8, *states, ring, numbers, numbers, numbers, 5)
-    for lens in ([700], [300, 300]):
+    for lens in ([200], [700], [1000, 300]):
         tokens, batch = sum(lens), rows(lens)
         projected, state = empty(tokens, 10304), empty(3, 64, 64, 128, dtype=F32)
         under(f"conv {lens}", conv.causal_conv, projected[:, 4096:10240], *taps, empty(3, 3, 6144), batch)

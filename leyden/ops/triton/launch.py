@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
-PDL = tl.constexpr(_HOPPER and not INTERPRETED)  # the interpreter has no inline assembly
+HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
+PDL = tl.constexpr(HOPPER and not INTERPRETED)  # the interpreter has no inline assembly
 OPTIONS = {"launch_pdl": True} if PDL.value else {}
 
 _COUNTERS = 1 << 16
