@@ -51,6 +51,10 @@ class EngineConfig:
     mamba_ssm_cache_dtype: str = "auto"
     enable_mamba_cache_stochastic_rounding: bool = False  # of fp16 states, where decode steps store them
     mamba_cache_philox_rounds: int = 0  # of its random bits; 0: 10
+    mamba_backend: str = "triton"  # flashinfer: that package's state update, on CUDA
+    mamba_ssu_algorithm: str | None = None  # variant of that update; None: auto
+    moe_backend: str = "auto"  # flashinfer_cutlass, humming: that package's products, on CUDA
+    linear_backend: str = "auto"  # humming
     enable_prefix_caching: bool | None = None
     kv_offloading_size: float | None = None  # GiB of host memory for what leaves the device's cache
     cache_dir: str | None = None  # folder in which the cache outlives the process

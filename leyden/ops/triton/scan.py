@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leyden.ops.rows import Rows
-from leyden.ops.triton.launch import OPTIONS, release, wait
+from leyden.ops.triton.launch import OPTIONS, complete, release, wait
 from leyden.ops.triton.ssm import time_step
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -109,7 +109,7 @@ def _states(
             value = tl.load(x + at * x_stride + i[:, None] * x_stride + p[None, :], mask=in_p[None, :], other=0.0)
             b = tl.load(B + at * B_stride + i[:, None] * B_stride + to_n[None, :], mask=in_n[None, :], other=0.0)
             added = (value.to(tl.float32) * (tl.exp2(behind + (whole - decay)) * delta)[:, None]).to(value.dtype)
-            state = tl.dot(tl.trans(added), b, state, input_precision="ieee")
+            state = complete(tl.dot(tl.trans(added), b, state, input_precision="ieee"))
             behind += whole
         place = (start // segment + 1).to(tl.int64) * (2 * HEADS) + head
         tl.store(states + place * (DIM * N) + own[:, None] * N + n[None, :], state, mask=in_p[:, None] & in_n[None, :])

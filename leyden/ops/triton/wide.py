@@ -17,7 +17,7 @@ from torch import Tensor
 from leyden.formats import Weight
 from leyden.ops.triton import packed
 from leyden.ops.triton.fragments import ASSEMBLY, four
-from leyden.ops.triton.launch import OPTIONS, release, wait
+from leyden.ops.triton.launch import OPTIONS, complete, release, wait
 
 
 @triton.jit
@@ -60,15 +60,6 @@ def _decoded(words, scales, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _complete(acc):
-    """acc, which somebody looks at: so wgmma is waited for before the registers that it reads from are decoded into again.
-    Triton 3.6 would let three of four parts of a product run on into the next iteration."""
-    if ASSEMBLY:
-        acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
-    return acc
-
-
-@triton.jit
 def _tile(
     x, codes, scales, factor, out, order, row, end, first, N,
     K: tl.constexpr, CHOICES: tl.constexpr, UP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -90,7 +81,7 @@ def _tile(
         value = tl.load(right + chunk * 64)
         if not ASSEMBLY:  # the interpreter multiplies bfloat16 as integers
             w, value = w.to(tl.float32), value.to(tl.float32)
-        acc = _complete(tl.dot(w, value, acc))
+        acc = complete(tl.dot(w, value, acc))
     acc *= factor
     if UP:  # rounded as the reference rounds: after the product and after the square
         acc = tl.maximum(acc.to(out.dtype.element_ty).to(tl.float32), 0.0)
