@@ -12,12 +12,12 @@ up, and a scale is a vector. */
 #if WIDTH == 64 && defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512BF16__)
 
 enum {
-    QUADS = 16,        /* of 64 codes: a product of the machine has four columns */
-    FEW = 2,           /* rows of x for which turning is not worth it */
-    AT_ONCE = 4,       /* rows of x with 8-bit floats, which lie in lanes of columns */
+    QUADS = 16,  /* of 64 codes: a product of the machine has four columns */
+    FLOATS = 64, /* columns of 8-bit floats that are taken together */
+    FEW = 2,     /* rows of x for which turning is not worth it */
+    AT_ONCE = 4, /* rows of x with 8-bit floats, which lie in lanes of columns */
+    FIXED_HEAD = 64,
 };
-
-enum { FIXED_HEAD = 64, FLOATS = 64 };
 
 /* CHUNK columns of a row of x, in the order in which a format has its codes: those of 4 bits are of two columns in a byte,
 and all low halves come before the high ones. */
