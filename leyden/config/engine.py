@@ -31,6 +31,7 @@ class EngineConfig:
     dtype: str = "auto"  # of the activations: the checkpoint's, unless float32, bfloat16 or float16 is asked for
     load_format: str = "auto"  # auto, safetensors, dummy
     safetensors_load_strategy: str | None = None  # eager: read the files, and keep no image of the weights
+    prefill_dtype: str = "auto"  # fp8: wide steps round the activations of products with FP8 and NVFP4 weights
     quantization: str | None = None  # int8, int4, nvfp4, fp8: round what the checkpoint holds dense while loading
     seed: int = 0
     max_model_len: int | None = None  # tokens of prompt and answer together
@@ -73,6 +74,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.prefill_dtype not in ("auto", "fp8"):
+            raise ConfigError(f"--prefill-dtype must be auto or fp8, got {self.prefill_dtype!r}")
         if self.cpu_affinity is not None:
             cores.parse(self.cpu_affinity)
         if not 0 < self.gpu_memory_utilization <= 1:

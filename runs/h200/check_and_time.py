@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,16 @@ from leyden.bench import kernels as table_of
 from leyden.bench.kernels import graph, replay
 from leyden.cache.pool import Pool, PoolShape
 from leyden.config.model import ModelConfig
+from leyden.formats import Weight
 from leyden.formats.fp8 import FP8
 from leyden.formats.nvfp4 import NVFP4, arrange
 from leyden.model import checkpoint, twins
 from leyden.model.context import Context
+from leyden.model.eight import round_above
+from leyden.ops import eight as products
+from leyden.ops.reference import eight as exactly
 from leyden.ops.rows import Rows
-from leyden.ops.triton import attention, conv, launch, linear, moe, nvfp4, packed, scan, ssm
+from leyden.ops.triton import attention, conv, eight, launch, linear, moe, nvfp4, packed, scan, ssm
 
 CONFIG = ModelConfig(
     pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
@@ -1070,6 +1074,162 @@ def four() -> None:
         tried(f"prompt of {tokens}", timed)
 
 
+def eighth(rows: float) -> None:
+    """Products of more rows than that may round them to 8 bits; inf: as ever."""
+    for weight in MODEL[0].backbone.layers.modules():
+        if isinstance(weight, Weight):
+            weight.eight_above = rows
+    if rows < inf:
+        say(f"  {round_above(MODEL[0], int(rows))} matrices take part above {rows} rows")
+
+
+def check_eight() -> None:
+    """Each op against its arithmetic in plain PyTorch, and how far it is from products in BF16."""
+    mamba, one = mixers("Mamba")[0], mixers("MoE")[0]
+    up, down, shared = one.experts.up_proj, one.experts.down_proj, one.shared_experts
+
+    def both(name: str, got: Tensor, again: Tensor, wanted: Tensor, plain: Tensor) -> None:
+        # Between two products a value that falls to its neighbour in BF16 may fall to its neighbour in E4M3.
+        verdict(f"8 bits {name}", error(got, wanted), 1e-2 if "proj" in name else 2e-2)
+        verdict("  twice the same bits", float((got != again).float().mean()), 0)
+        say(f"  {name:24s} to its arithmetic {error(got, wanted):.1e}, to BF16 {error(got, plain):.1e}")
+        record(f"8 bits against BF16 {name}", error(got, plain))
+
+    def activations() -> None:
+        for size in (H, EXPERT, INNER):
+            x = randn(3000, size)
+            for square in (False, True):
+                got, wanted = eight.rounded(x, square), exactly.rounded(x.float().relu().square() if square else x)
+                verdict(f"8 bits rounded {size}", float((got[0].float() != wanted[0].float()).float().mean()), 1e-3)
+                verdict("  scales", error(got[1], wanted[1]), 1e-6)
+
+    def matrices() -> None:
+        for weight in (up, down, shared.up_proj, shared.down_proj, mamba.in_proj):
+            got, wanted = eight.operand(weight), exactly.operand(weight)
+            verdict(f"8 bits {weight}: codes", float((got[0].float() != wanted[0].float()).float().mean()), 0)
+            verdict("  scales", error(got[1], wanted[1]), 1e-6)
+            torch.cuda.empty_cache()
+
+    def single(count: int) -> None:
+        for name, weight in (("in_proj", mamba.in_proj), ("out_proj", mamba.out_proj)):
+            x = randn(count, weight.shape[1])
+            got, again = eight.linear(x, weight), eight.linear(x, weight)
+            both(f"{name} {count}", got, again, exactly.linear(x, weight), ops.linear(x, weight))
+        x, pair = randn(count, H), (shared.up_proj, shared.down_proj)
+        both(f"shared {count}", eight.mlp(x, *pair), eight.mlp(x, *pair), exactly.mlp(x, *pair), ops.mlp(x, *pair))
+
+    def layer(count: int, uneven: bool) -> None:
+        x, w = randn(count, H), torch.rand(count, CHOICES, device="cuda")
+        likely = torch.rand(count, EXPERTS, device="cuda")
+        if uneven:  # one expert for nobody, one for everybody, some for a few rows
+            likely[:, 3], likely[:, 5], likely[7:, 64:90] = -1, 2, -1
+        arguments = x, likely.topk(CHOICES).indices, w, up, down, shared.up_proj, shared.down_proj
+        got, again = eight.moe(*arguments), eight.moe(*arguments)
+        both(f"moe {count} {'uneven' if uneven else ''}", got, again, exactly.moe(*arguments), ops.moe(*arguments))
+        torch.cuda.empty_cache()
+
+    tried("activations", activations)
+    tried("matrices", matrices)
+    for count in (513, 1000, 8192):
+        tried(f"single {count}", partial(single, count))
+    for count, uneven in ((600, False), (600, True), (2048, True), (8192, False)):
+        tried(f"moe {count}", partial(layer, count, uneven))
+
+
+def time_eight() -> None:
+    """What a layer takes for 8,192 tokens, in 8 bits and as without, and with sums in fp32 every 128 columns."""
+    tokens, mamba, one = 8192, mixers("Mamba"), mixers("MoE")
+    x, inner = randn(tokens, H), randn(tokens, INNER)
+    ids = torch.rand(tokens, EXPERTS, device="cuda").topk(CHOICES).indices
+    w = torch.rand(tokens, CHOICES, device="cuda")
+    wide, flop = randn(tokens * CHOICES, EXPERT), 2 * tokens * H
+    order, offsets = moe.listed(ids, EXPERTS)
+    stacks = [eight.operand(m.experts.up_proj) for m in one[:3]]
+    gathered = eight.rounded(x, False, order, torch.empty_like(order), CHOICES)
+
+    def rate(name: str, runs: Sequence[Callable[[], object]], flop: float) -> None:
+        us = each(name, runs)
+        say(f"    {flop / us / 1e6:.0f} TFLOP/s")
+
+    routed = 2 * CHOICES * flop * EXPERT
+    for name, version in (("8 bits", eight.moe), ("as without", ops.moe)):
+        runs = [partial(version, x, ids, w, m.experts.up_proj, m.experts.down_proj, m.shared_experts.up_proj,
+                        m.shared_experts.down_proj) for m in one[:4]]  # fmt: skip
+        rate(f"moe {tokens}, {name}", runs, routed + 2 * flop * SHARED)
+    for name, call in (("8 bits", eight.linear), ("as without", ops.linear)):
+        rate(f"in_proj {tokens}, {name}", [partial(call, x, m.in_proj) for m in mamba[:6]], flop * PROJECTED)
+        rate(f"out_proj {tokens}, {name}", [partial(call, inner, m.out_proj) for m in mamba[:6]], flop * INNER)
+    each("experts' up_proj recoded", [partial(eight.operand, m.experts.up_proj) for m in one[:4]],
+         EXPERTS * EXPERT * H * (9 / 16 + 1))  # fmt: skip
+    each("x rounded and gathered", [partial(eight.rounded, x, False, order, torch.empty_like(order), CHOICES)] * 4,
+         tokens * H * (2 + CHOICES))  # fmt: skip
+    each("relu^2 rounded", [partial(eight.rounded, wide, True)] * 4, tokens * CHOICES * EXPERT * 3)
+    each("listed", [partial(moe.listed, ids, EXPERTS)] * 4)
+    done, places = randn(tokens * CHOICES, H), torch.randperm(tokens * CHOICES, device="cuda").int()
+    each("summed", [partial(eight.summed, done, places, w, x)] * 4, tokens * H * 2 * (CHOICES + 2))
+    into, rounded = [products.as_stored(m.in_proj) for m in mamba[:6]], eight.rounded(x)
+    for fast in (True, False):
+        products.FAST, kept = fast, products.FAST
+        rate(f"product alone, fast {fast}", [partial(products.product, rounded, m) for m in into], flop * PROJECTED)
+        runs = [partial(products.grouped, gathered, m, offsets[1:]) for m in stacks]
+        rate(f"grouped product alone, fast {fast}", runs, routed / 2)
+        exact = (rounded[0][:64].float() * rounded[1][:64, None]) @ (into[0][0].float() * into[0][1][:, None]).t()
+        off = error(products.product((rounded[0][:64], rounded[1][:64]), into[0]), exact)
+        say(f"    a product is {off:.2e} from exact sums, of which 1.7e-03 is BF16")
+        record(f"8 bits, fast {fast}: off", off)
+        products.FAST = kept
+
+
+def awaited(run: Callable[[], object], times: int = 3) -> float:
+    """Milliseconds of one run; waiting for the device within is an error."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        begin.record()
+        for _ in range(times):
+            run()
+        end.record()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / times
+
+
+def prefill_eight() -> None:
+    """Prompts in the formats of the release with activations in 8 bits and without; checks, and what it takes apart."""
+    if MODEL[0].lm_head.format.name == "dense":
+        in_few_bits()
+    products.check(torch.device("cuda"), BF)
+    check_eight()
+    for tokens in (8192, 2048):
+        ids, context = prompt(tokens)
+
+        def once(ids: Tensor = ids, context: Context = context) -> Tensor:
+            hidden, _ = MODEL[0](ids, context)
+            logits: Tensor = MODEL[0].logits(hidden[-256:])
+            return logits
+
+        def compare(once: Callable[[], Tensor] = once, tokens: int = tokens) -> None:
+            logits = []
+            for how, rows in (("as without", inf), ("8 bits", 512), ("as without", inf), ("8 bits", 512)):
+                eighth(rows)
+                logits.append(once())
+                ms = awaited(once)
+                say(f"  prompt of {tokens}, {how}: {ms:.1f} ms, {tokens / ms * 1e3:.0f} tok/s")
+                record(f"prefill {tokens} nvfp4 {how}", tokens / ms * 1e3)
+            apart = error(logits[1], logits[0])
+            same = float((logits[1].argmax(-1) == logits[0].argmax(-1)).float().mean())
+            say(f"  logits of the last 256 tokens: {apart:.1e} apart, the same token first in {same:.3f} of them")
+            record(f"prefill {tokens} nvfp4, 8 bits: apart", apart)
+
+        tried(f"prompt of {tokens}", compare)
+    eighth(512)
+    tried("what is launched", partial(show, once, "prompt of 2048 in 8 bits", 16))
+    eighth(inf)
+    tried("parts", time_eight)
+
+
 def tune(seconds: float = 110) -> None:
     """Other ways of cutting the products, while there is time: the most used first; then whole steps with the best."""
     if MODEL[0].lm_head.format.name == "dense":
@@ -1165,6 +1325,7 @@ SECTIONS = {
     "engine": (engine, 60), "guesses": (guesses, 30), "sample": (time_sample, 30),
     "mamba": (time_mamba, 50), "moe": (time_moe, 100), "linear": (time_linear, 80), "pdl": (without_pdl, 30),
     "small": (time_small, 40), "attention": (time_attention, 40), "four": (four, 150), "tune": (tune, 150),
+    "prefill8": (prefill_eight, 120),
     "speculation": (speculate, 150),
 }  # fmt: skip
 USUAL = (

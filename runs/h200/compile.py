@@ -28,7 +28,7 @@ from leyden.formats import Weight
 from leyden.formats.fp8 import FP8
 from leyden.formats.nvfp4 import NVFP4, Tiled
 from leyden.ops.rows import Rows
-from leyden.ops.triton import attention, conv, draft, linear, moe, norm, nvfp4, qkv, sample, scan, ssm
+from leyden.ops.triton import attention, conv, draft, eight, linear, moe, norm, nvfp4, qkv, sample, scan, ssm
 
 SHARED = 232_448  # bytes that a program can have
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -148,10 +148,13 @@ def attend() -> None:
 def products() -> None:
     for count in (1, 2, 8, 16, 64):
         for size, k in ((10304, 2688), (2688, 4096), (256, 2688), (131072, 2688)):
-            x, plain, eight, four = empty(count, k), *(weight(size, k, format=f) for f in (None, FP8(), Tiled(NVFP4())))
+            x, plain, bytes_, four = (
+                empty(count, k),
+                *(weight(size, k, format=f) for f in (None, FP8(), Tiled(NVFP4()))),
+            )
             if count <= linear.NARROW_ROWS:
                 under(f"{count} x {size}", linear.linear, x, plain)
-            under(f"{count} x {size} fp8", linear.linear_fp8, x, eight)
+            under(f"{count} x {size} fp8", linear.linear_fp8, x, bytes_)
             under(f"{count} x {size} nvfp4", nvfp4.linear_nvfp4, x, four, F32)
     gate = empty(128, 2688, dtype=F32), empty(128, dtype=F32)
     shapes = (128, 1856, 2688), (128, 2688, 1856), (3712, 2688), (2688, 3712)
@@ -171,6 +174,15 @@ def products() -> None:
         else:
             under(f"experts {count} nvfp4", nvfp4.experts_nvfp4, x, ids, scores, *packed[:2])
     under("decoded nvfp4", nvfp4.decoded, packed[0])
+    for matrix in packed:
+        under(f"recoded {matrix.shape[-1]}", eight.operand, matrix)
+    order = torch.empty(49152, dtype=torch.int32)
+    for square in (False, True):
+        for size in (2688, 1856, 4096):
+            under(f"rounded {size} {square}", eight.rounded, empty(8192, size), square)
+    under("rounded and gathered", eight.rounded, empty(8192, 2688), False, order, order, 6)
+    for also in (None, empty(8192, 2688)):
+        under("summed", eight.summed, empty(49152, 2688), order, empty(8192, 6, dtype=F32), also)
     under("widened fp8", linear.linear_fp8, empty(300, 16), weight(64, 16, format=FP8()))
 
 

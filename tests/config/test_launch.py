@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from leyden.config.engine import EngineConfig
 from leyden.config.flags import table
 from leyden.config.launch import Launch
 from leyden.config.speculative import SpeculativeConfig
@@ -95,6 +96,15 @@ def test_rounding_of_states():
     assert made.engine.mamba_cache_philox_rounds == made.engine.state_rounds == 5 and not made.notes("cuda")
     assert launch(*asked).engine.state_rounds == 10
     assert launch("--mamba-cache-philox-rounds", "5").engine.state_rounds == 0
+
+
+def test_prompts_in_8_bits():
+    assert launch().engine.prefill_dtype == launch("--prefill-dtype", "auto").engine.prefill_dtype == "auto"
+    assert launch("--prefill-dtype", "fp8").engine.prefill_dtype == "fp8" and notes("--prefill-dtype", "fp8") == []
+    with pytest.raises(ConfigError, match="--prefill-dtype: expected one of auto, fp8, got 'int8'"):
+        launch("--prefill-dtype", "int8")
+    with pytest.raises(ConfigError, match="--prefill-dtype must be auto or fp8, got 'e4m3'"):
+        EngineConfig(model="m", prefill_dtype="e4m3")
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch):

@@ -1,7 +1,8 @@
 """The kernels for CUDA, in Triton: importing this module registers them."""
 
 from leyden import ops
-from leyden.ops.triton import attention, conv, draft, linear, moe, norm, nvfp4, qkv, sample, scan, ssm, table
+from leyden.ops.eight import above
+from leyden.ops.triton import attention, conv, draft, eight, linear, moe, norm, nvfp4, qkv, sample, scan, ssm, table
 
 for _op, _kernel in (
     (ops.begin, table.begin),
@@ -43,3 +44,11 @@ for _op, _kernel in (
 ):
     _op.register("cuda", _kernel, "nvfp4")
     _op.register("cuda", _kernel, "nvfp4_tiled")
+for _op, _kernel in (
+    (ops.linear, eight.linear),
+    (ops.mlp, eight.mlp),
+    (ops.experts, eight.experts),
+    (ops.moe, eight.moe),
+):
+    for _format in ("fp8", "fp8_channel", "nvfp4", "nvfp4_tiled"):
+        _op.register("cuda", above(_op.kernel("cuda", _format), _kernel), _format)
