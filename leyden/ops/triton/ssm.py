@@ -1,4 +1,5 @@
 """Mamba-2 for rows of few tokens: the step of one token, the check of guesses, and the replay of what was right.
+The step that writes its state only now and then has a kernel of its own, which reads the tokens that wait.
 
 A program keeps a part of one head's state in registers and takes it over the tokens of one row. Up to _FUSED_ROWS rows
 of one token are one launch: the program that finishes last in its group of heads also normalises it and moves the
@@ -193,16 +194,22 @@ def _step(
 
 
 @triton.jit
+def _moved(state, value, b, delta, log_rate):
+    """The state after one more token."""
+    return tl.exp(-tl.exp(log_rate) * delta) * state + (delta * value)[:, None] * b.to(tl.float32)[None, :]
+
+
+@triton.jit
 def _advance(
     x, B, C, dt, A_log, D, dt_bias, ssm_state, starts, ends, past, slots, y,
     x_stride, B_stride, C_stride, dt_stride, ssm_stride, dt_low, dt_high,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
     ONE: tl.constexpr, MOVE: tl.constexpr, OUT: tl.constexpr, ROUNDS: tl.constexpr, RING: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    MIXED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The recurrence over the tokens of one row (ONE: it has one), for BLOCK_P rows of one head's state. MOVE: the
     state is stored in the end; OUT: so is what each token reads from it. RING: dt has so many tokens for each slot, x,
-    B and C for each row, and `ends` says how many of them count."""
+    B and C for each row (MIXED: for each slot, too), and `ends` says how many of them count."""
     row, head = tl.program_id(1), tl.program_id(0) // PARTS
     group = head // (HEADS // GROUPS)
     start = tl.program_id(0) % PARTS * BLOCK_P
@@ -225,14 +232,17 @@ def _advance(
         first = row * RING
         end = first + tl.load(ends + row)
         dt += (slot - row) * RING * dt_stride
+        if MIXED:
+            x += (slot - row) * RING * x_stride
+            B += (slot - row) * RING * B_stride
     elif not ONE:
         first, end = tl.load(starts + row), tl.load(ends + row)
     for token in range(first, end):
         at = tl.full((), 0, dtype=tl.int64) + token
         delta = time_step(tl.load(dt + at * dt_stride + head), bias, dt_low, dt_high)
         value = tl.load(x + at * x_stride + head * DIM + p, mask=in_p, other=0.0).to(tl.float32)
-        b = tl.load(B + at * B_stride + group * N + n, mask=in_n, other=0.0).to(tl.float32)
-        state = tl.exp(-tl.exp(log_rate) * delta) * state + (delta * value)[:, None] * b[None, :]
+        b = tl.load(B + at * B_stride + group * N + n, mask=in_n, other=0.0)
+        state = _moved(state, value, b, delta, log_rate)
         if OUT:
             c = tl.load(C + at * C_stride + group * N + n, mask=in_n, other=0.0).to(tl.float32)
             made = tl.sum(state * c[None, :], 1) + skip * value
@@ -242,6 +252,75 @@ def _advance(
         calls = _calls(start, head, n, DIM, N, BLOCK_P)
         stored = _stored(state, ssm_state.dtype.element_ty, log_rate, moved, calls, ROUNDS)
         tl.store(tile, stored, mask=inside & (end > first))
+
+
+@triton.jit
+def _recall(
+    x, B, C, dt, A_log, D, dt_bias, ssm_state, recent, began, past, slots, y,
+    x_stride, B_stride, C_stride, dt_stride, ssm_stride, recent_stride, dt_low, dt_high,
+    HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    PERIOD: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One token of each row, which reads its state and the tokens that wait beside it: with t the time after a token,
+    y = e^(-A t) S C + sum of e^(-A t_i) dt_i (B_i . C) x_i + D x. It waits itself then, or at every PERIOD-th position
+    all of them go into the state, one after the other as in a step."""
+    INNER: tl.constexpr = HEADS * DIM
+    WIDTH: tl.constexpr = INNER + GROUPS * N + HEADS
+    row, head = tl.program_id(1).to(tl.int64), tl.program_id(0) // PARTS
+    group = head // (HEADS // GROUPS)
+    start = tl.program_id(0) % PARTS * BLOCK_P
+    p = _rows(start, BLOCK_P, ROUNDS)
+    n, i = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_L)
+    in_p, in_n = p < DIM, n < N
+    slot, position = tl.load(slots + row).to(tl.int64), tl.load(past + row)
+    held = tl.maximum(tl.load(began + slot), position // PERIOD * PERIOD)
+    count = position - held
+    tile = ssm_state + slot * ssm_stride + (head * DIM + p)[:, None] * N + n[None, :]
+    inside = in_p[:, None] & in_n[None, :]
+    old = tl.load(tile, mask=inside & (held > 0), other=0.0)
+    at_x, at_b, at_dt = head * DIM + p, INNER + group * N + n, WIDTH - HEADS + head
+    waiting = recent + slot * recent_stride
+    lines = waiting + i[:, None] * WIDTH
+    known = (i < count)[:, None]
+    xs = tl.load(lines + at_x[None, :], mask=known & in_p[None, :], other=0.0)
+    bs = tl.load(lines + at_b[None, :], mask=known & in_n[None, :], other=0.0)
+    times = tl.load(waiting + i * WIDTH + at_dt, mask=i < count, other=0.0)
+    after = tl.load(waiting + (i + 1) * WIDTH + at_dt, mask=i + 1 < count, other=0.0)
+    log_rate = tl.load(A_log + head).to(tl.float32)
+    skip, bias = tl.load(D + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
+    rate = -tl.exp(log_rate)
+    times = tl.where(i < count, time_step(times, bias, dt_low, dt_high), 0.0)
+    after = tl.where(i + 1 < count, time_step(after, bias, dt_low, dt_high), 0.0)
+    weights = times * tl.exp(rate * tl.cumsum(after, 0, reverse=True))
+    faded = tl.exp(rate * tl.sum(times))
+    wait()
+    release()
+
+    raw = tl.load(dt + row * dt_stride + head)
+    delta = time_step(raw, bias, dt_low, dt_high)
+    value = tl.load(x + row * x_stride + at_x, mask=in_p, other=0.0)
+    b = tl.load(B + row * B_stride + group * N + n, mask=in_n, other=0.0)
+    c = tl.load(C + row * C_stride + group * N + n, mask=in_n, other=0.0).to(tl.float32)
+    weights *= tl.sum(bs.to(tl.float32) * c[None, :], 1)
+    made = faded * tl.sum(old.to(tl.float32) * c[None, :], 1) + tl.sum(xs.to(tl.float32) * weights[:, None], 0)
+    made = tl.exp(rate * delta) * made + (delta * tl.sum(b.to(tl.float32) * c) + skip) * value.to(tl.float32)
+    tl.store(y + row * INNER + at_x, made.to(y.dtype.element_ty), mask=in_p)
+    line = waiting + count * WIDTH
+    if (position + 1) % PERIOD:
+        first = (start == 0) & (head % (HEADS // GROUPS) == 0)
+        tl.store(line + at_x, value, mask=in_p)
+        tl.store(line + at_b, b, mask=in_n & first)
+        tl.store(line + at_dt, raw, mask=start == 0)
+    else:
+        state = old.to(tl.float32)
+        for token in range(0, count):
+            line = waiting + token * WIDTH
+            step = time_step(tl.load(line + at_dt), bias, dt_low, dt_high)
+            of_x = tl.load(line + at_x, mask=in_p, other=0.0).to(tl.float32)
+            state = _moved(state, of_x, tl.load(line + at_b, mask=in_n, other=0.0), step, log_rate)
+        state = _moved(state, value.to(tl.float32), b, delta, log_rate)
+        calls = _calls(start, head, n, DIM, N, BLOCK_P)
+        tl.store(tile, _stored(state, ssm_state.dtype.element_ty, log_rate, position, calls, ROUNDS), mask=inside)
 
 
 def mamba_step(
@@ -295,6 +374,87 @@ def mamba_step(
         num_warps=warps, maxnreg=registers, **OPTIONS,
     )  # fmt: skip
     return out
+
+
+def mamba_lazy_step(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    norm_weight: Tensor,
+    groups: int,
+    eps: float,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    recent: Tensor,
+    began: Tensor,
+    rows: Rows,
+    rounds: int = 0,
+    shape: tuple[int, int, int] | None = None,
+) -> Tensor:
+    """See ops.mamba_lazy_step. States and waiting tokens must be older than the kernel launched just before.
+
+    shape: as of mamba_step.
+    """
+    _, heads, dim, n = ssm_state.shape
+    count, inner, width = len(projected), heads * dim, groups * n
+    assert rows.slots is not None and projected.stride(1) == 1 and ssm_state[0].is_contiguous()
+    assert recent[0].is_contiguous() and recent.dtype == projected.dtype
+    z, inputs, dt = projected.split([inner, inner + 2 * width, heads], dim=-1)
+    xBC = convolve(inputs, conv_weight, conv_bias, conv_state, rows.starts, rows.starts[1:], rows.past, rows.slots, 1)
+    x, B, C = xBC.split([inner, width, width], dim=-1)
+    y = torch.empty(count, inner, dtype=projected.dtype, device=projected.device)
+    rounds *= ssm_state.dtype == torch.float16
+    block_p, warps, registers = _shape(ssm_state, rounds, shape)
+    parts, period = triton.cdiv(dim, block_p), recent.shape[1] + 1
+    if count:
+        _recall[(heads * parts, count)](
+            x, B, C, dt, A_log, D, dt_bias, ssm_state, recent, began, rows.past, rows.slots, y,
+            x.stride(0), B.stride(0), C.stride(0), dt.stride(0), ssm_state.stride(0), recent.stride(0), dt_limit[0],
+            min(dt_limit[1], 3e38),
+            heads, dim, n, groups, parts, period, rounds, triton.next_power_of_2(max(1, period - 1)), block_p,
+            triton.next_power_of_2(n),
+            num_warps=warps, maxnreg=registers, **OPTIONS,
+        )  # fmt: skip
+    return gated_norm(y, z, norm_weight, groups, eps)
+
+
+def mamba_fold(
+    A_log: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    groups: int,
+    ssm_state: Tensor,
+    recent: Tensor,
+    slots: Tensor,
+    held: Tensor,
+    counts: Tensor,
+    rounds: int = 0,
+) -> None:
+    """See ops.mamba_fold. Not launched ahead of its turn: slots, held and counts may be the newest there is."""
+    (_, heads, dim, n), waiting = ssm_state.shape, recent.shape[1]
+    x, B, dt = recent.view(-1, recent.shape[2]).split([heads * dim, groups * n, heads], dim=-1)
+    rounds *= ssm_state.dtype == torch.float16
+    block_p, warps, registers = _shape(ssm_state, rounds)
+    parts = triton.cdiv(dim, block_p)
+    if len(slots):
+        _advance[(heads * parts, len(slots))](
+            x, B, B, dt, A_log, A_log, dt_bias, ssm_state, counts, counts, held, slots, x,
+            x.stride(0), B.stride(0), B.stride(0), dt.stride(0), ssm_state.stride(0), dt_limit[0],
+            min(dt_limit[1], 3e38),
+            heads, dim, n, groups, parts, False, True, False, rounds, waiting, True, block_p,
+            triton.next_power_of_2(n),
+            num_warps=warps, maxnreg=registers,
+        )  # fmt: skip
+
+
+def _shape(ssm_state: Tensor, rounds: int, shape: tuple[int, int, int] | None = None) -> tuple[int, int, int]:
+    """Rows of a head's state in one program, warps, registers of a thread; at least 8 rows, which share random bits."""
+    block_p, warps, registers = shape or (_AT_RANDOM if rounds else _SHAPES[ssm_state.dtype.itemsize])
+    return min(block_p, max(8, triton.next_power_of_2(ssm_state.shape[2]))), warps, registers
 
 
 def mamba_verify(
@@ -382,8 +542,7 @@ def _mixed(
     dt = inputs[:, inner + 2 * width :]
     y = torch.empty(len(inputs), inner, dtype=inputs.dtype, device=inputs.device) if out else inputs
     rounds *= ssm_state.dtype == torch.float16
-    block_p, warps, registers = shape or (_AT_RANDOM if rounds else _SHAPES[ssm_state.dtype.itemsize])
-    block_p = min(block_p, max(8, triton.next_power_of_2(dim)))  # eight rows share random bits
+    block_p, warps, registers = _shape(ssm_state, rounds, shape)
     parts = triton.cdiv(dim, block_p)
     if len(inputs):
         _advance[(heads * parts, len(ends))](
@@ -391,7 +550,7 @@ def _mixed(
             x.stride(0), B.stride(0), C.stride(0), dt.stride(0), ssm_state.stride(0), dt_limit[0],
             min(dt_limit[1], 3e38),
             heads, dim, n, groups, parts, longest == 1 and out, move, out,
-            rounds, longest if ring else 0, block_p, triton.next_power_of_2(n),
+            rounds, longest if ring else 0, False, block_p, triton.next_power_of_2(n),
             num_warps=warps, maxnreg=registers, **OPTIONS,
         )  # fmt: skip
     return y
