@@ -51,6 +51,8 @@ class EngineConfig:
     mamba_ssm_cache_dtype: str = "auto"
     enable_mamba_cache_stochastic_rounding: bool = False  # of fp16 states, where decode steps store them
     mamba_cache_philox_rounds: int = 0  # of its random bits; 0: 10
+    use_replayssm: bool = False  # decode steps keep inputs, and write states only now and then
+    replayssm_buffer_len: int = 16  # positions from one of these states to the next
     enable_prefix_caching: bool | None = None
     kv_offloading_size: float | None = None  # GiB of host memory for what leaves the device's cache
     cache_dir: str | None = None  # folder in which the cache outlives the process
@@ -85,6 +87,8 @@ class EngineConfig:
             )
         if self.mamba_cache_philox_rounds < 0:
             raise ConfigError(f"--mamba-cache-philox-rounds must not be negative, got {self.mamba_cache_philox_rounds}")
+        if not 1 <= self.replayssm_buffer_len <= 32:
+            raise ConfigError(f"--replayssm-buffer-len must be in 1..32, got {self.replayssm_buffer_len}")
         if any(not isinstance(size, int) or size < 1 for size in self.cudagraph_capture_sizes):
             sizes = list(self.cudagraph_capture_sizes)
             raise ConfigError(f"--cudagraph-capture-sizes: expected whole numbers from 1 on, got {sizes}")
@@ -94,6 +98,11 @@ class EngineConfig:
     def state_rounds(self) -> int:
         """Rounds of the random bits by which states are rounded where decode steps store them; 0: to nearest."""
         return (self.mamba_cache_philox_rounds or 10) if self.enable_mamba_cache_stochastic_rounding else 0
+
+    @property
+    def state_period(self) -> int:
+        """Positions from one state that decode steps write to the next."""
+        return self.replayssm_buffer_len if self.use_replayssm else 1
 
     @property
     def capture_sizes(self) -> tuple[int, ...]:

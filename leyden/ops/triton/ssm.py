@@ -28,6 +28,7 @@ _FUSED_ROWS = 4  # steps of up to so many rows are one launch
 # many warps then, so that a column of a head has as many threads as calls of Philox.
 _SHAPES = {2: (64, 8, 80), 4: (64, 4, 128)}
 _AT_RANDOM = (64, 4, 128)
+_LAZY_SHAPES = {2: (64, 8, 80), 4: (64, 4, 168)}  # of steps that seldom write
 
 
 @triton.jit
@@ -312,7 +313,8 @@ def _recall(
         tl.store(line + at_b, b, mask=in_n & first)
         tl.store(line + at_dt, raw, mask=start == 0)
     else:
-        state = old.to(tl.float32)
+        # read again: to keep it would take registers from all the others
+        state = tl.load(tile, mask=inside & (held > 0), other=0.0).to(tl.float32)
         for token in range(0, count):
             line = waiting + token * WIDTH
             step = time_step(tl.load(line + at_dt), bias, dt_low, dt_high)
@@ -408,7 +410,7 @@ def mamba_lazy_step(
     x, B, C = xBC.split([inner, width, width], dim=-1)
     y = torch.empty(count, inner, dtype=projected.dtype, device=projected.device)
     rounds *= ssm_state.dtype == torch.float16
-    block_p, warps, registers = _shape(ssm_state, rounds, shape)
+    block_p, warps, registers = _shape(ssm_state, rounds, shape, _LAZY_SHAPES)
     parts, period = triton.cdiv(dim, block_p), recent.shape[1] + 1
     if count:
         _recall[(heads * parts, count)](
@@ -451,9 +453,14 @@ def mamba_fold(
         )  # fmt: skip
 
 
-def _shape(ssm_state: Tensor, rounds: int, shape: tuple[int, int, int] | None = None) -> tuple[int, int, int]:
+def _shape(
+    ssm_state: Tensor,
+    rounds: int,
+    shape: tuple[int, int, int] | None = None,
+    shapes: dict[int, tuple[int, int, int]] = _SHAPES,
+) -> tuple[int, int, int]:
     """Rows of a head's state in one program, warps, registers of a thread; at least 8 rows, which share random bits."""
-    block_p, warps, registers = shape or (_AT_RANDOM if rounds else _SHAPES[ssm_state.dtype.itemsize])
+    block_p, warps, registers = shape or (_AT_RANDOM if rounds else shapes[ssm_state.dtype.itemsize])
     return min(block_p, max(8, triton.next_power_of_2(ssm_state.shape[2]))), warps, registers
 
 
