@@ -28,7 +28,7 @@ _FUSED_ROWS = 4  # steps of up to so many rows are one launch
 # many warps then, so that a column of a head has as many threads as calls of Philox.
 _SHAPES = {2: (64, 8, 80), 4: (64, 4, 128)}
 _AT_RANDOM = (64, 4, 128)
-_LAZY_SHAPES = {2: (64, 8, 80), 4: (64, 4, 168)}  # of steps that seldom write
+_LAZY_SHAPES = {2: (64, 4, 128), 4: (64, 4, 168)}  # of steps that seldom write
 
 
 @triton.jit
@@ -195,12 +195,6 @@ def _step(
 
 
 @triton.jit
-def _moved(state, value, b, delta, log_rate):
-    """The state after one more token."""
-    return tl.exp(-tl.exp(log_rate) * delta) * state + (delta * value)[:, None] * b.to(tl.float32)[None, :]
-
-
-@triton.jit
 def _advance(
     x, B, C, dt, A_log, D, dt_bias, ssm_state, starts, ends, past, slots, y,
     x_stride, B_stride, C_stride, dt_stride, ssm_stride, dt_low, dt_high,
@@ -242,8 +236,8 @@ def _advance(
         at = tl.full((), 0, dtype=tl.int64) + token
         delta = time_step(tl.load(dt + at * dt_stride + head), bias, dt_low, dt_high)
         value = tl.load(x + at * x_stride + head * DIM + p, mask=in_p, other=0.0).to(tl.float32)
-        b = tl.load(B + at * B_stride + group * N + n, mask=in_n, other=0.0)
-        state = _moved(state, value, b, delta, log_rate)
+        b = tl.load(B + at * B_stride + group * N + n, mask=in_n, other=0.0).to(tl.float32)
+        state = tl.exp(-tl.exp(log_rate) * delta) * state + (delta * value)[:, None] * b[None, :]
         if OUT:
             c = tl.load(C + at * C_stride + group * N + n, mask=in_n, other=0.0).to(tl.float32)
             made = tl.sum(state * c[None, :], 1) + skip * value
@@ -256,73 +250,92 @@ def _advance(
 
 
 @triton.jit
+def _times(matrix, vector):
+    """[M, K] by fp32 [K] -> fp32 [M]. A matrix of 16 bits meets the vector on tensor cores: rounded to 16 bits in
+    every other column, and what is missing then in those between."""
+    if matrix.dtype.primitive_bitwidth == 16:
+        high = vector.to(matrix.dtype)
+        low = (vector - high.to(tl.float32)).to(matrix.dtype)
+        columns = tl.where(tl.arange(0, 8)[None, :] % 2 == 0, high[:, None], low[:, None])
+        return tl.sum(tl.dot(matrix, columns), 1) * 0.25
+    else:
+        return tl.sum(matrix.to(tl.float32) * vector[None, :], 1)
+
+
+@triton.jit
 def _recall(
     x, B, C, dt, A_log, D, dt_bias, ssm_state, recent, began, past, slots, y,
     x_stride, B_stride, C_stride, dt_stride, ssm_stride, recent_stride, dt_low, dt_high,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
     PERIOD: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One token of each row, which reads its state and the tokens that wait beside it: with t the time after a token,
-    y = e^(-A t) S C + sum of e^(-A t_i) dt_i (B_i . C) x_i + D x. It waits itself then, or at every PERIOD-th position
-    all of them go into the state, one after the other as in a step."""
+    """One token of each row, which reads its state S, the tokens that wait beside it, and itself. With t(i) the time
+    since token i and w(i) = dt(i) exp(-A t(i)), y = exp(-A t) S C + sum of w(i) (B(i) C) x(i) + D x. Then it waits,
+    too, or at every PERIOD-th position S becomes exp(-A t) S + sum of w(i) x(i) B(i)."""
     INNER: tl.constexpr = HEADS * DIM
     WIDTH: tl.constexpr = INNER + GROUPS * N + HEADS
     row, head = tl.program_id(1).to(tl.int64), tl.program_id(0) // PARTS
     group = head // (HEADS // GROUPS)
     start = tl.program_id(0) % PARTS * BLOCK_P
-    p = _rows(start, BLOCK_P, ROUNDS)
-    n, i = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_L)
+    p, n, i = start + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_L)
     in_p, in_n = p < DIM, n < N
     slot, position = tl.load(slots + row).to(tl.int64), tl.load(past + row)
     held = tl.maximum(tl.load(began + slot), position // PERIOD * PERIOD)
     count = position - held
-    tile = ssm_state + slot * ssm_stride + (head * DIM + p)[:, None] * N + n[None, :]
-    inside = in_p[:, None] & in_n[None, :]
-    old = tl.load(tile, mask=inside & (held > 0), other=0.0)
-    at_x, at_b, at_dt = head * DIM + p, INNER + group * N + n, WIDTH - HEADS + head
+    tile = ssm_state + slot * ssm_stride + head * DIM * N
+    inside = in_p[:, None] & in_n[None, :] & (held > 0)
+    old = tl.load(tile + p[:, None] * N + n[None, :], mask=inside, other=0.0)
     waiting = recent + slot * recent_stride
-    lines = waiting + i[:, None] * WIDTH
-    known = (i < count)[:, None]
-    xs = tl.load(lines + at_x[None, :], mask=known & in_p[None, :], other=0.0)
-    bs = tl.load(lines + at_b[None, :], mask=known & in_n[None, :], other=0.0)
-    times = tl.load(waiting + i * WIDTH + at_dt, mask=i < count, other=0.0)
-    after = tl.load(waiting + (i + 1) * WIDTH + at_dt, mask=i + 1 < count, other=0.0)
+    waiting_x, waiting_b = waiting + head * DIM, waiting + INNER + group * N
+    waiting_dt = waiting + INNER + GROUPS * N + head
+    lines, known = i[:, None] * WIDTH, (i < count)[:, None]
+    xs = tl.load(waiting_x + lines + p[None, :], mask=known & in_p[None, :], other=0.0)
+    bs = tl.load(waiting_b + lines + n[None, :], mask=known & in_n[None, :], other=0.0)
+    raw = tl.load(waiting_dt + i * WIDTH, mask=i < count, other=0.0)
     log_rate = tl.load(A_log + head).to(tl.float32)
     skip, bias = tl.load(D + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
     rate = -tl.exp(log_rate)
-    times = tl.where(i < count, time_step(times, bias, dt_low, dt_high), 0.0)
-    after = tl.where(i + 1 < count, time_step(after, bias, dt_low, dt_high), 0.0)
-    weights = times * tl.exp(rate * tl.cumsum(after, 0, reverse=True))
-    faded = tl.exp(rate * tl.sum(times))
     wait()
     release()
 
-    raw = tl.load(dt + row * dt_stride + head)
-    delta = time_step(raw, bias, dt_low, dt_high)
-    value = tl.load(x + row * x_stride + at_x, mask=in_p, other=0.0)
-    b = tl.load(B + row * B_stride + group * N + n, mask=in_n, other=0.0)
+    x += row * x_stride + head * DIM
+    own_x = tl.load(x + p, mask=in_p, other=0.0)
+    own_b = tl.load(B + row * B_stride + group * N + n, mask=in_n, other=0.0)
+    own_dt = tl.load(dt + row * dt_stride + head)
     c = tl.load(C + row * C_stride + group * N + n, mask=in_n, other=0.0).to(tl.float32)
-    weights *= tl.sum(bs.to(tl.float32) * c[None, :], 1)
-    made = faded * tl.sum(old.to(tl.float32) * c[None, :], 1) + tl.sum(xs.to(tl.float32) * weights[:, None], 0)
-    made = tl.exp(rate * delta) * made + (delta * tl.sum(b.to(tl.float32) * c) + skip) * value.to(tl.float32)
-    tl.store(y + row * INNER + at_x, made.to(y.dtype.element_ty), mask=in_p)
-    line = waiting + count * WIDTH
+    xs = tl.where((i == count)[:, None], own_x[None, :], xs)
+    bs = tl.where((i == count)[:, None], own_b[None, :], bs)
+    times = time_step(tl.where(i == count, own_dt, raw), bias, dt_low, dt_high)
+    times = tl.where(i <= count, times, 0.0)
+    passed = tl.sum(times)
+    weights = times * tl.exp(rate * (passed - tl.cumsum(times, 0)))
+    made = tl.exp(rate * passed) * _times(old, c) + _times(tl.trans(xs), weights * _times(bs, c))
+    made += skip * own_x.to(tl.float32)
+    tl.store(y + row * INNER + head * DIM + p, made.to(y.dtype.element_ty), mask=in_p)
     if (position + 1) % PERIOD:
+        line = count * WIDTH
         first = (start == 0) & (head % (HEADS // GROUPS) == 0)
-        tl.store(line + at_x, value, mask=in_p)
-        tl.store(line + at_b, b, mask=in_n & first)
-        tl.store(line + at_dt, raw, mask=start == 0)
+        tl.store(waiting_x + line + p, own_x, mask=in_p)
+        tl.store(waiting_b + line + n, own_b, mask=in_n & first)
+        tl.store(waiting_dt + line, own_dt, mask=start == 0)
     else:
+        p = _rows(start, BLOCK_P, ROUNDS)
+        in_p = p < DIM
+        cells = tile + p[:, None] * N + n[None, :]
+        inside = in_p[:, None] & in_n[None, :]
         # read again: to keep it would take registers from all the others
-        state = tl.load(tile, mask=inside & (held > 0), other=0.0).to(tl.float32)
+        state = tl.exp(rate * passed) * tl.load(cells, mask=inside & (held > 0), other=0.0).to(tl.float32)
         for token in range(0, count):
-            line = waiting + token * WIDTH
-            step = time_step(tl.load(line + at_dt), bias, dt_low, dt_high)
-            of_x = tl.load(line + at_x, mask=in_p, other=0.0).to(tl.float32)
-            state = _moved(state, of_x, tl.load(line + at_b, mask=in_n, other=0.0), step, log_rate)
-        state = _moved(state, value.to(tl.float32), b, delta, log_rate)
+            weight, line = tl.sum(tl.where(i == token, weights, 0.0)), token * WIDTH
+            value = tl.load(waiting_x + line + p, mask=in_p, other=0.0).to(tl.float32)
+            b = tl.load(waiting_b + line + n, mask=in_n, other=0.0).to(tl.float32)
+            state += (weight * value)[:, None] * b[None, :]
+        value = tl.load(x + p, mask=in_p, other=0.0).to(tl.float32)
+        weight = tl.sum(tl.where(i == count, weights, 0.0))
+        state += (weight * value)[:, None] * own_b.to(tl.float32)[None, :]
         calls = _calls(start, head, n, DIM, N, BLOCK_P)
-        tl.store(tile, _stored(state, ssm_state.dtype.element_ty, log_rate, position, calls, ROUNDS), mask=inside)
+        stored = _stored(state, ssm_state.dtype.element_ty, log_rate, position, calls, ROUNDS)
+        tl.store(cells, stored, mask=inside)
 
 
 def mamba_step(
@@ -417,7 +430,7 @@ def mamba_lazy_step(
             x, B, C, dt, A_log, D, dt_bias, ssm_state, recent, began, rows.past, rows.slots, y,
             x.stride(0), B.stride(0), C.stride(0), dt.stride(0), ssm_state.stride(0), recent.stride(0), dt_limit[0],
             min(dt_limit[1], 3e38),
-            heads, dim, n, groups, parts, period, rounds, triton.next_power_of_2(max(1, period - 1)), block_p,
+            heads, dim, n, groups, parts, period, rounds, max(16, triton.next_power_of_2(period)), block_p,
             triton.next_power_of_2(n),
             num_warps=warps, maxnreg=registers, **OPTIONS,
         )  # fmt: skip
