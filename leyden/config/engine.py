@@ -53,6 +53,10 @@ class EngineConfig:
     mamba_cache_philox_rounds: int = 0  # of its random bits; 0: 10
     use_replayssm: bool = False  # decode steps keep inputs, and write states only now and then
     replayssm_buffer_len: int = 16  # positions from one of these states to the next
+    mamba_backend: str = "triton"  # flashinfer: that package's state update, on CUDA
+    mamba_ssu_algorithm: str | None = None  # variant of that update; None: auto
+    moe_backend: str = "auto"  # flashinfer_cutlass, humming: that package's products, on CUDA
+    linear_backend: str = "auto"  # humming
     enable_prefix_caching: bool | None = None
     kv_offloading_size: float | None = None  # GiB of host memory for what leaves the device's cache
     cache_dir: str | None = None  # folder in which the cache outlives the process
@@ -89,6 +93,9 @@ class EngineConfig:
             raise ConfigError(f"--mamba-cache-philox-rounds must not be negative, got {self.mamba_cache_philox_rounds}")
         if not 1 <= self.replayssm_buffer_len <= 32:
             raise ConfigError(f"--replayssm-buffer-len must be in 1..32, got {self.replayssm_buffer_len}")
+        if self.use_replayssm and self.mamba_backend != "triton":
+            backend = f"--mamba-backend {self.mamba_backend}"
+            raise ConfigError(f"--use-replayssm has kernels of its own, which {backend} would replace; leave one away")
         if any(not isinstance(size, int) or size < 1 for size in self.cudagraph_capture_sizes):
             sizes = list(self.cudagraph_capture_sizes)
             raise ConfigError(f"--cudagraph-capture-sizes: expected whole numbers from 1 on, got {sizes}")

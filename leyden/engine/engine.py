@@ -18,13 +18,14 @@ from leyden.config.engine import CAPTURE_SIZES, EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
 from leyden.config.speculative import SpeculativeConfig
+from leyden.engine import backends
 from leyden.engine.grammar import Allowed, Compiler, Grammars
 from leyden.engine.memory import Split, check_host_room, divide, dtype_of, free
 from leyden.engine.runner import Runner, StepOutput
 from leyden.engine.sampler import Sampler
 from leyden.engine.scheduler import Limits, Scheduler
 from leyden.errors import ConfigError, RequestError
-from leyden.model import checkpoint
+from leyden.model import checkpoint, twins
 from leyden.model.nemotron import Nemotron
 from leyden.model.rounded import narrow
 from leyden.spec.drafter import Drafter
@@ -130,6 +131,7 @@ class Engine:
         """Read a checkpoint and get ready. Raises ConfigError or CheckpointError."""
         started = time.monotonic()
         device = _device(config.device)
+        foreign = backends.named(config, device)
         check_host_room(config, device)
         if config.cache_dir:
             saved.check_folder(Path(config.cache_dir))
@@ -157,6 +159,9 @@ class Engine:
         model.eval().requires_grad_(False)
         drafters = load(drafting, model) if drafting else []
         taken = room(drafting, architecture) if drafting else NO_DRAFTER
+        if device.type == "cuda":
+            twins.keep(model, torch.cuda.mem_get_info(device)[1])
+        backends.apply(foreign, model)  # a matrix that a package takes over loses its twin
         split = divide(config, architecture, dtype, device.type, free(config, device), taken)
         if split.shape.kv_dtype.itemsize == 1:
             if device.type == "cpu":
@@ -182,6 +187,7 @@ class Engine:
             prefix_caching=config.enable_prefix_caching is not False,
             seed=config.seed,
         )
+        backends.try_out(foreign, model, engine.runner.pool)
         seconds = time.monotonic() - started
         logger.info("engine ready in %.1f s: %s", seconds, split, extra={"fields": {"seconds": seconds}})
         return engine

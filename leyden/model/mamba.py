@@ -1,5 +1,7 @@
 """The Mamba-2 mixer, letter M."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -24,8 +26,11 @@ class Conv1d(nn.Module):
 class Mamba(nn.Module):
     """in_proj -> convolution of x, B and C -> selective scan -> gate and group norm -> out_proj.
 
-    `index` counts the mamba layers: it finds this layer's states in the pool.
+    `index` counts the mamba layers: it finds this layer's states in the pool. `step` is ops.mamba_step, or what an
+    engine was told to take for it.
     """
+
+    step: Callable[..., Tensor] = ops.mamba_step
 
     def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype):
         super().__init__()
@@ -57,7 +62,7 @@ class Mamba(nn.Module):
                 waiting = ctx.pool.recent[self.index], ctx.pool.began
                 mixed.append(ops.mamba_lazy_step(projected[span], *layer, *waiting, rows, shape.rounds))
             else:
-                mixed.append(ops.mamba_step(projected[span], *layer, rows, shape.rounds))
+                mixed.append(self.step(projected[span], *layer, rows, shape.rounds))
         return ops.linear(joined(mixed), self.out_proj)
 
     def replay(self, ctx: Context, counts: Tensor) -> None:

@@ -18,6 +18,7 @@ their writes do no harm.
     likeliest(logits[R,V] fp32) -> ids[R] int64
     take(table[S,...], slots[R]) -> [R,...]
     put(values[R,...], table[S,...], slots[R])
+    clear(table[S,...], slots[R], past[R])                          zeros where nothing is past
     embed(tokens[T], weight: Weight[V,H]) -> [T,H]
     rms_norm(x[T,H], weight[H], eps) -> [T,H]                        fp32 inside, weight in fp32, rounded once
     add_rms_norm(x[T,H], residual[T,H], weight[H], eps) -> ([T,H], [T,H])    (norm of the sum, the sum)
@@ -92,6 +93,7 @@ join = Op(_draft.join)
 likeliest = Op(_draft.likeliest)
 take = Op(_table.take)
 put = Op(_table.put)
+clear = Op(_table.clear)
 embed = Op(_linear.embed)
 rms_norm = Op(_norm.rms_norm)
 add_rms_norm = Op(_norm.add_rms_norm)

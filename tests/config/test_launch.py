@@ -137,6 +137,40 @@ def test_one_line_for_each_flag_without_effect():
     ]
 
 
+def test_backends_that_have_an_effect_are_told_from_those_that_have_none():
+    argv = [
+        "--mamba-backend",
+        "FlashInfer",
+        "--mamba-ssu-algorithm",
+        "horizontal",
+        "--moe-backend",
+        "flashinfer-cutlass",
+    ]
+    engine = launch(*argv, "--linear-backend", "humming").engine
+    assert (engine.mamba_backend, engine.mamba_ssu_algorithm) == ("flashinfer", "horizontal")
+    assert (engine.moe_backend, engine.linear_backend) == ("flashinfer_cutlass", "humming")
+    assert notes(*argv, "--linear-backend", "humming", device="cuda") == []
+    lines = notes(*argv, device="cpu")
+    assert len(lines) == 3 and all(
+        line.endswith(" has no effect on a CPU: leyden's own kernels for CPUs run") for line in lines
+    )
+    engine = launch("--mamba-backend", "cpu", "--moe-backend", "marlin", "--linear-backend", "machete").engine
+    assert (engine.mamba_backend, engine.moe_backend, engine.linear_backend) == ("triton", "auto", "auto")
+
+
+def test_backends_in_an_object():
+    argv = ["--kernel-config", '{"moe_backend": "humming", "linear_backend": "marlin"}']
+    engine = launch(*argv).engine
+    assert (engine.moe_backend, engine.linear_backend) == ("humming", "auto")
+    (line,) = notes(*argv, device="cuda")
+    assert line.startswith('--kernel-config {"linear_backend": "marlin"} has no effect: ')
+    assert notes("--kernel-config.moe_backend", "humming", device="cuda") == []
+    assert "has no effect" in notes("--kernel-config.moe_backend", "humming", device="cpu")[0]
+    assert launch(*argv, "--moe-backend", "auto").engine.moe_backend == "auto"
+    with pytest.raises(ConfigError, match="--moe-backend: expected one of .*, got 'nope'"):
+        launch("--kernel-config.moe_backend", "nope")
+
+
 def test_reasons_name_work_to_come():
     (line,) = notes("--sleep-mode-offload-cudagraph")
     assert line.startswith("--sleep-mode-offload-cudagraph has no effect yet: ")

@@ -204,6 +204,8 @@ def test_tokens_that_wait_take_room_on_cuda():
     assert sum(part.nbytes for part in parts) == more.shape.slots * more.slot_bytes + more.shape.pages * more.page_bytes
     with pytest.raises(ConfigError, match=r"--replayssm-buffer-len must be in 1\.\.32, got 33"):
         EngineConfig(model="m", replayssm_buffer_len=33)
+    with pytest.raises(ConfigError, match="--use-replayssm has kernels of its own, which --mamba-backend flashinfer"):
+        replace(lazy, mamba_backend="flashinfer")
 
 
 @pytest.mark.parametrize("drafts", [0, 2])

@@ -11,6 +11,7 @@ for _op, _kernel in (
     (ops.swiglu, draft.swiglu),
     (ops.take, table.take),
     (ops.put, table.put),
+    (ops.clear, table.clear),
     (ops.embed, linear.embed),
     (ops.linear, linear.linear),
     (ops.mlp, linear.mlp),
