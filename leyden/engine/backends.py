@@ -29,7 +29,7 @@ logger = log.get(__name__)
 
 def named(config: EngineConfig, device: torch.device) -> dict[str, Change]:
     """What the flags that name kernels do to a model once it is loaded, by flag. Elsewhere than on CUDA it is nothing:
-    the packages have no kernels there. Where a package is missing it is a line in the log: a published command is to run
+    the packages have no kernels there. Where a package is missing it is a line in the log: published commands run
     everywhere, and leyden's own kernels do the same.
 
     ConfigError if a package cannot be used that is there.

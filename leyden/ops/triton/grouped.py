@@ -19,13 +19,15 @@ _INTERPRETED = tl.constexpr(INTERPRETED)  # where the product of bfloat16 is one
 
 
 @triton.jit
-def _gather(x, order, out, x_stride, K: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
-    """out[i] = x[order[i] // CHOICES]"""
-    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+def _gather(x, order, out, rows, x_stride, K: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = x[order[i] // CHOICES], four rows"""
+    row, k = tl.program_id(0).to(tl.int64) * 4, tl.arange(0, BLOCK)
     wait()
     release()
-    source = tl.load(order + row).to(tl.int64) // CHOICES
-    tl.store(out + row * K + k, tl.load(x + source * x_stride + k, mask=k < K), mask=k < K)
+    for i in tl.static_range(4):
+        inside = (k < K) & (row + i < rows)
+        source = tl.load(order + row + i, mask=row + i < rows, other=0).to(tl.int64) // CHOICES
+        tl.store(out + (row + i) * K + k, tl.load(x + source * x_stride + k, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -107,7 +109,7 @@ def gathered(x: Tensor, order: Tensor, choices: int) -> Tensor:
     rows, k = len(order), x.shape[1]
     out = torch.empty(rows, k, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(k)
-    _gather[(rows,)](x, order, out, x.stride(0), k, choices, block, num_warps=4, **OPTIONS)
+    _gather[(triton.cdiv(rows, 4),)](x, order, out, rows, x.stride(0), k, choices, block, num_warps=8, **OPTIONS)
     return out
 
 

@@ -113,6 +113,22 @@ def _finish(acc, out, m, n, M, N, SQUARE: tl.constexpr):
     tl.store(out + m[:, None] * N + n[None, :], tl.trans(acc).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _relu_squared(x, SIZE, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wait()
+    release()
+    value = tl.maximum(tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32), 0.0)
+    tl.store(x + at, (value * value).to(x.dtype.element_ty), mask=at < SIZE)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """x, contiguous, which becomes max(x, 0)^2."""
+    if size := x.numel():
+        _relu_squared[(triton.cdiv(size, 4096),)](x, size, 4096, num_warps=4, **OPTIONS)
+    return x
+
+
 def embed(tokens: Tensor, weight: Weight) -> Tensor:
     """See ops.embed."""
     matrix = weight.dense()
@@ -161,7 +177,7 @@ def product(x: Tensor, matrix: Tensor, square: bool, dtype: torch.dtype) -> Tens
             out = F.linear(x, matrix).to(dtype)
         else:
             out = torch.mm(rows, matrix.t(), out_dtype=dtype).view(*x.shape[:-1], size)
-        return F.relu(out).square_() if square else out
+        return relu_squared(out) if square else out
     made = vector(rows, matrix, square, dtype) if count == 1 else narrow(rows, matrix, square, dtype)
     return made.view(*x.shape[:-1], size)
 

@@ -18,6 +18,7 @@ from leyden.formats import Weight
 from leyden.ops import fused
 from leyden.ops.triton import grouped
 from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
+from leyden.ops.triton.linear import relu_squared
 
 DENSE_ROWS = 16  # up to here no sorting
 TILED_ROWS = 24  # for an expert, on average: from here on bound by arithmetic
@@ -526,7 +527,7 @@ def moe(
     """See ops.moe."""
     if len(x) > DENSE_ROWS:
         routed = _mixed(x, ids, weights, up.dense(), down.dense(), None, None)
-        hidden = F.relu(F.linear(x, shared_up.dense())).square_()
+        hidden = relu_squared(F.linear(x, shared_up.dense()))
         return routed.addmm_(hidden, shared_down.dense().t())
     return _mixed(x, ids, weights, up.dense(), down.dense(), shared_up.dense(), shared_down.dense())
 
