@@ -283,8 +283,8 @@ def _recall(
     held = tl.maximum(tl.load(began + slot), position // PERIOD * PERIOD)
     count = position - held
     tile = ssm_state + slot * ssm_stride + head * DIM * N
-    inside = in_p[:, None] & in_n[None, :] & (held > 0)
-    old = tl.load(tile + p[:, None] * N + n[None, :], mask=inside, other=0.0)
+    # whatever is there: to know that it counts would take a load before this one
+    old = tl.load(tile + p[:, None] * N + n[None, :], mask=in_p[:, None] & in_n[None, :], other=0.0)
     waiting = recent + slot * recent_stride
     waiting_x, waiting_b = waiting + head * DIM, waiting + INNER + group * N
     waiting_dt = waiting + INNER + GROUPS * N + head
@@ -307,10 +307,11 @@ def _recall(
     bs = tl.where((i == count)[:, None], own_b[None, :], bs)
     times = time_step(tl.where(i == count, own_dt, raw), bias, dt_low, dt_high)
     times = tl.where(i <= count, times, 0.0)
-    passed = tl.sum(times)
-    weights = times * tl.exp(rate * (passed - tl.cumsum(times, 0)))
-    made = tl.exp(rate * passed) * _times(old, c) + _times(tl.trans(xs), weights * _times(bs, c))
-    made += skip * own_x.to(tl.float32)
+    clock = tl.cumsum(times, 0)
+    passed = tl.max(clock)  # the last one: exactly no time since this token
+    weights = times * tl.exp(rate * (passed - clock))
+    made = tl.where(held > 0, tl.exp(rate * passed) * _times(old, c), 0.0)
+    made += _times(tl.trans(xs), weights * _times(bs, c)) + skip * own_x.to(tl.float32)
     tl.store(y + row * INNER + head * DIM + p, made.to(y.dtype.element_ty), mask=in_p)
     if (position + 1) % PERIOD:
         line = count * WIDTH
