@@ -52,6 +52,8 @@ class EngineConfig:
     mamba_ssm_cache_dtype: str = "auto"
     enable_mamba_cache_stochastic_rounding: bool = False  # of fp16 states, where decode steps store them
     mamba_cache_philox_rounds: int = 0  # of its random bits; 0: 10
+    use_replayssm: bool = False  # decode steps keep inputs, and write states only now and then
+    replayssm_buffer_len: int = 16  # positions from one of these states to the next
     mamba_backend: str = "triton"  # flashinfer: that package's state update, on CUDA
     mamba_ssu_algorithm: str | None = None  # variant of that update; None: auto
     moe_backend: str = "auto"  # flashinfer_cutlass, humming: that package's products, on CUDA
@@ -92,6 +94,11 @@ class EngineConfig:
             )
         if self.mamba_cache_philox_rounds < 0:
             raise ConfigError(f"--mamba-cache-philox-rounds must not be negative, got {self.mamba_cache_philox_rounds}")
+        if not 1 <= self.replayssm_buffer_len <= 32:
+            raise ConfigError(f"--replayssm-buffer-len must be in 1..32, got {self.replayssm_buffer_len}")
+        if self.use_replayssm and self.mamba_backend != "triton":
+            backend = f"--mamba-backend {self.mamba_backend}"
+            raise ConfigError(f"--use-replayssm has kernels of its own, which {backend} would replace; leave one away")
         if any(not isinstance(size, int) or size < 1 for size in self.cudagraph_capture_sizes):
             sizes = list(self.cudagraph_capture_sizes)
             raise ConfigError(f"--cudagraph-capture-sizes: expected whole numbers from 1 on, got {sizes}")
@@ -101,6 +108,11 @@ class EngineConfig:
     def state_rounds(self) -> int:
         """Rounds of the random bits by which states are rounded where decode steps store them; 0: to nearest."""
         return (self.mamba_cache_philox_rounds or 10) if self.enable_mamba_cache_stochastic_rounding else 0
+
+    @property
+    def state_period(self) -> int:
+        """Positions from one state that decode steps write to the next."""
+        return self.replayssm_buffer_len if self.use_replayssm else 1
 
     @property
     def capture_sizes(self) -> tuple[int, ...]:

@@ -333,6 +333,7 @@ class Engine:
         started, self._saved_steps = time.monotonic(), self.scheduler.steps
         moves, copies = self.scheduler.cache.moves()
         self.runner.apply(Plan(moves=moves, copies=copies))
+        self.runner.waiting.fold()
         try:
             saved.save(self._cache_dir, self._made_with, self.scheduler.cache, self.runner.pool, self.runner.store)
         except OSError as error:

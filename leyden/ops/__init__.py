@@ -42,6 +42,10 @@ their writes do no harm.
                  states untouched
     mamba_replay(conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state, ring, slots[R],
                  past[R], counts[R], rounds=0)    states move over the first tokens in the ring
+    mamba_lazy_step(as mamba_step, but recent[S,L-1,I+G*N+heads], began[S] before rows) -> [R,I]    writes ssm_state at
+                    every L-th position only; the tokens between wait in `recent`
+    mamba_fold(A_log, dt_bias, dt_limit, groups, ssm_state, recent, slots[R], held[R], counts[R], rounds=0)
+               states move over the first tokens in `recent`
     kv_write(k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows, k_scale=1.0, v_scale=1.0)
     qkv_write(x[T,H], q: Weight[heads*dim,H], k: Weight[kv*dim,H], v: Weight[kv*dim,H], cache[2,pages,page,kv,dim],
               rows, k_scale=1.0, v_scale=1.0) -> [T,heads,dim]     linear of each, kv_write of k and v
@@ -103,6 +107,8 @@ causal_conv = Op(_mamba.causal_conv)
 ssd_scan = Op(_mamba.ssd_scan)
 gated_norm = Op(_norm.gated_norm)
 mamba_step = Op(_mamba.mamba_step)
+mamba_lazy_step = Op(_mamba.mamba_lazy_step)
+mamba_fold = Op(_mamba.mamba_fold)
 mamba_verify = Op(_mamba.mamba_verify)
 mamba_replay = Op(_mamba.mamba_replay)
 kv_write = Op(_attention.kv_write)

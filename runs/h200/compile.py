@@ -119,6 +119,12 @@ def mamba() -> None:
             states = empty(count + 1, 3, 6144), empty(count + 1, 64, 64, 128, dtype=dtype)
             one, few = (empty(count, 10304), rows([1] * count)), (empty(4 * count, 10304), rows([4] * count))
             under(f"step {count}", ssm.mamba_step, one[0], *layer, *tail, *states, one[1], 5)
+            began = torch.zeros(count + 1, dtype=torch.int32)
+            recent = empty(count + 1, 15, 5184), began
+            for rounds in (0, 5):
+                under(f"lazy {count}", ssm.mamba_lazy_step, one[0], *layer, *tail, *states, *recent, one[1], rounds)
+                fold = (decays[0], *decays[2:], 8, states[1], recent[0], numbers, numbers, numbers, rounds)
+                under(f"fold {count}", ssm.mamba_fold, *fold)
             under(f"verify {count}", ssm.mamba_verify, few[0], *layer, *tail, *states, ring, few[1])
             under(f"replay {count}", ssm.mamba_replay, *layer, 8, *states, ring, numbers, numbers, numbers, 5)
     for lens in ([200], [700], [1000, 300]):

@@ -107,6 +107,17 @@ def test_prompts_in_8_bits():
         EngineConfig(model="m", prefill_dtype="e4m3")
 
 
+def test_states_that_are_written_now_and_then():
+    made = launch("--use-replayssm", "--replayssm-buffer-len", "8")
+    assert made.engine.state_period == 8 and not made.notes("cuda")
+    assert made.notes("cpu") == ["--use-replayssm has no effect on a CPU: only kernels for CUDA can do that"]
+    assert (
+        launch("--replayssm-buffer-len", "8").engine.state_period
+        == launch("--no-use-replayssm").engine.state_period
+        == 1
+    )
+
+
 def test_environment(monkeypatch: pytest.MonkeyPatch):
     made = launch("--hf-token", "t", "--download-dir", "d", "--device-ids", "0,2")
     assert made.environment == {"HF_TOKEN": "t", "HF_HUB_CACHE": "d", "CUDA_VISIBLE_DEVICES": "0,2"}

@@ -27,6 +27,8 @@ for _op, _kernel in (
     (ops.causal_conv, conv.causal_conv),
     (ops.ssd_scan, scan.ssd_scan),
     (ops.mamba_step, ssm.mamba_step),
+    (ops.mamba_lazy_step, ssm.mamba_lazy_step),
+    (ops.mamba_fold, ssm.mamba_fold),
     (ops.mamba_verify, ssm.mamba_verify),
     (ops.mamba_replay, ssm.mamba_replay),
     (ops.kv_write, attention.kv_write),
