@@ -1,14 +1,16 @@
 """Products of a few rows with matrices of 4- or 8-bit floats, decoded in registers on their way to the tensor cores.
 
 A warp takes TILES tiles of 16 rows of the matrix, 64 columns at a time, and reads each of them once for eight times
-GROUPS rows of x; the next are always on their way. SPLIT warps share the columns and add up what they have; the other
-warps of a program have other rows of the matrix and, with luck, find the rows of x where the first one left them.
+GROUPS rows of x; those of the next DEPTH steps are always on their way. SPLIT warps share the columns and add up what
+they have; the other warps of a program have other rows of the matrix and, with luck, find the rows of x where the first
+one left them.
 
 Rows of x are bfloat16 and 16-byte aligned, their length a multiple of 16. Codes of 4 bits are formats/nvfp4.Tiled,
 those of 8 bits lie as the checkpoint has them.
 """
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import triton
@@ -17,9 +19,11 @@ from torch import Tensor
 
 from leyden.formats import Weight
 from leyden.ops.triton.fragments import eight, four, mma, values, weights
-from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
+from leyden.ops.triton.launch import OPTIONS, ahead, arrive, counters, prefetch, release, wait
 
-WARPS = 3000  # at least, to keep the memory of an H200 busy
+WARPS = 1800  # at least, to keep the memory of an H200 busy; 2.3 times as many are there at once
+DEPTH = 3  # where eight rows are all
+FEW = 16  # rows up to which time is that of reading the matrix, and weights are asked for in advance
 
 
 @triton.jit
@@ -57,6 +61,38 @@ def _tiles(places, step, some, BITS: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
+def _first_tiles(
+    places, part, own_k, some,
+    K: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The words of the DEPTH steps from the first on."""
+    words = ()  # type: tuple[object, ...]
+    for i in tl.static_range(DEPTH):
+        inside = some & (own_k + (part + i * SPLIT) * 64 < K)
+        words = words + _tiles(places, i * SPLIT, inside, BITS, TILES)
+    return words
+
+
+@triton.jit
+def _ask(
+    codes, scales, first, chunks, asks, lane, N,
+    K: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr, BANDS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """prefetch() of the first 64 times AHEAD columns of a warp's tiles, by its first threads."""
+    for i in tl.static_range(TILES if AHEAD > 0 else 0):
+        row = first + i * BANDS
+        if BITS == 4:
+            asking = asks & (lane == 0) & (row * 16 < N)
+            prefetch(codes + row * chunks * 128, AHEAD * 512, asking)
+            prefetch(scales + row * chunks * 16, AHEAD * 64, asking)
+        elif AHEAD * 64 >= K:
+            prefetch(codes + row.to(tl.int64) * (K * 4), tl.minimum(16, N - row * 16) * K, asks & (lane == 0))
+        else:
+            n = row * 16 + lane
+            prefetch(codes + n.to(tl.int64) * (K // 4), AHEAD * 64, asks & (lane < 16) & (n < N))
+
+
+@triton.jit
 def _fragments(words, FIRST: tl.constexpr, BITS: tl.constexpr):
     """The tile whose words begin at FIRST, decoded: for each 16 columns rows g and g + 8, then their next columns."""
     if BITS == 4:
@@ -84,6 +120,7 @@ def _product(
     scores, joined, arrived, M, N, x_stride,
     K: tl.constexpr, BITS: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, UP: tl.constexpr,
     EARLY: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr,
+    DEPTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out[i, n] = sum_k x[i, k] W[n, k]; with UP relu(.)^2.
 
@@ -92,7 +129,7 @@ def _product(
     there are `offsets`, those of a stack, each with its rows on the list `order`: UP reads row order[i] // CHOICES and
     writes row i; otherwise row i is read and row order[i] written. If there are `ids` instead, M is 1, and there is one
     matrix for each choice. Between the products the rows of the parts lie after those of the choices. EARLY: all that
-    says which matrix it is was written two kernels ago or earlier.
+    says which matrix it is was written two kernels ago or earlier. AHEAD: see _ask.
 
     With `scores` [M, CHOICES], where not UP, the last program of some columns adds up what a row's choices and the
     shared expert gave, into `joined` [M, N].
@@ -101,15 +138,23 @@ def _product(
     STEPS: tl.constexpr = (CHUNKS + SPLIT - 1) // SPLIT
     BANDS: tl.constexpr = THREADS // 32 // SPLIT
     EACH: tl.constexpr = 5 if BITS == 4 else 8  # words of a tile
+    STEP: tl.constexpr = TILES * EACH  # and of a step
     APART: tl.constexpr = 32 if BITS == 4 else 8
     EVEN: tl.constexpr = K % (64 * SPLIT) == 0
     thread = tl.arange(0, THREADS)
     g, t, warp = thread % 32 // 4, thread % 4, thread // 32
     part, own = warp % SPLIT, tl.program_id(0) * (TILES * BANDS) + warp // SPLIT
+    item, asks = tl.program_id(1), warp % SPLIT == 0
     if not EARLY:
+        if PARTS > 0:
+            there = item * (N // 16 * CHUNKS)
+            _ask(
+                shared_codes + there * 128, shared_scales + there * 16, own, CHUNKS, asks & (item < PARTS),
+                thread % 32, N, K, BITS, TILES, BANDS, AHEAD,
+            )  # fmt: skip
+            asks = asks & (item >= PARTS)
         wait()
         release()
-    item = tl.program_id(1)
     first, end, base = 0, M, 0
     chunks = CHUNKS
     if PARTS > 0 or ids is not None or offsets is not None:
@@ -140,8 +185,8 @@ def _product(
     stride = tl.num_programs(2) * (8 * GROUPS)
     places = _places(codes, scales, own, part, g, t, N, chunks, K, BITS, TILES, BANDS)
     own_k = t * 8 if BITS == 4 else t * 16  # of 64 columns; the second half of a thread's is APART from the first
-    in_k = own_k + part * 64 < K
-    words = _tiles(places, 0, in_k & (first < end), BITS, TILES)
+    words = _first_tiles(places, part, own_k, first < end, K, BITS, TILES, SPLIT, DEPTH)
+    _ask(codes, scales, own, chunks, asks & (first < end), thread % 32, N, K, BITS, TILES, BANDS, AHEAD)
     if EARLY:
         wait()
         release()
@@ -161,9 +206,9 @@ def _product(
         sums = ()  # type: tuple[object, ...]
         for _ in tl.static_range(TILES * GROUPS * 4):
             sums = sums + (tl.zeros((THREADS,), dtype=tl.float32),)
-        for i in tl.range(STEPS, loop_unroll_factor=2):
-            some = (i + 1 < STEPS) & (own_k + (part + (i + 1) * SPLIT) * 64 < K)
-            following = _tiles(places, (i + 1) * SPLIT, some, BITS, TILES)
+        for i in tl.range(STEPS, loop_unroll_factor=max(2, DEPTH)):
+            some = (i + DEPTH < STEPS) & (own_k + (part + (i + DEPTH) * SPLIT) * 64 < K)
+            following = _tiles(places, (i + DEPTH) * SPLIT, some, BITS, TILES)
             column = i * (SPLIT * 64)
             inside = own_k + part * 64 + column < K
             v = ()  # type: tuple[object, ...]
@@ -185,7 +230,7 @@ def _product(
                         )  # fmt: skip
                     made = made + c
             sums = made
-            words = following
+            words = words[STEP:] + following
         m, q = tl.arange(0, 8), tl.arange(0, 16 * BANDS)
         for j in tl.static_range(GROUPS):
             at = block + j * 8 + m
@@ -210,7 +255,7 @@ def _product(
                     out + target[:, None] * N + n[None, :], total.to(out.dtype.element_ty),
                     mask=(at < end)[:, None] & (n < N)[None, :],
                 )  # fmt: skip
-        words = _tiles(places, 0, in_k & (block + stride < end), BITS, TILES)
+        words = _first_tiles(places, part, own_k, block + stride < end, K, BITS, TILES, SPLIT, DEPTH)
     if scores is not None:  # noqa: SIM102 - decided when the kernel is compiled
         if arrive(arrived + tl.program_id(0), tl.num_programs(1) * tl.num_programs(2)):
             n = tl.program_id(0) * (16 * TILES * BANDS) + tl.arange(0, 16 * TILES * BANDS)
@@ -245,6 +290,7 @@ class Shape:
     groups: int
     split: int
     warps: int
+    depth: int = 1
 
 
 def stored(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -295,20 +341,27 @@ def product(
         max(1, round(rows / (8 * how.groups))),
     )
     arrived = counters(x.device, grid[0]) if joined is not None else None
+    chunks = triton.cdiv(k, 64)  # of each tile; each is 64 times 16 codes and, with 4 bits, their scales
+    each = 576 if bits == 4 else 1024
+    asked = ahead(chunks * each * how.tiles * bands, prod(grid), how.warps) // (each * how.tiles * bands)
     _product[grid](
         x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
         scores, joined, arrived, count, size, x.stride(0), k, bits, choices, parts, up, not (routed and up),
-        how.tiles, how.groups, how.split, 32 * how.warps, num_warps=how.warps, **OPTIONS,
+        how.tiles, how.groups, how.split, 32 * how.warps, how.depth, asked if count <= FEW else 0,
+        num_warps=how.warps, **OPTIONS,
     )  # fmt: skip
 
 
 def chosen(rows: float, size: int, k: int, matrices: int, bits: int) -> Shape:
     """For `rows` of x for each of `matrices` [size, k] that are read: enough warps for every multiprocessor, and two
-    tiles for each, which share the rows of x, where registers allow it and issuing instructions is what takes time."""
+    tiles for each, which share the rows of x, where registers allow it and issuing instructions is what takes time.
+    Programs that are all there at once need not be as many as those that take turns."""
     groups = min(4, -(-int(rows) // 8))
     work = size / 16 * matrices * max(1, rows / (8 * groups))
+    depth = DEPTH if groups == 1 else 1
     for tiles in (2, 1) if bits == 4 and rows > 4 else (1,):
-        for split in (1, 2, 4, 8, 16) if groups == 1 else (1, 2, 4, 8):
-            if work / tiles * split >= WARPS and split * 128 <= k:
-                return Shape(tiles, groups, split, max(4, split))
-    return Shape(1, groups, 8, 8)
+        for split in (1, 2, 4, 8):
+            warps = work / tiles * split
+            if split * 128 <= k and (WARPS <= warps <= 2.3 * WARPS or warps >= 3.3 * WARPS):
+                return Shape(tiles, groups, split, max(4, split), depth)
+    return Shape(1, groups, 8, 8, depth)
