@@ -29,10 +29,10 @@ def _choose(
     E: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, NORMALIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The CHOICES largest of scores + bias [BLOCK_M, BLOCK_E] of every row, the lower index first among equals."""
+    """CHOICES largest of scores [BLOCK_M, BLOCK_E] + bias [BLOCK_E] of every row, lower index first among equals."""
     e, c = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
     lowest = float("-inf")
-    keys = tl.where((e < E)[None, :], scores + tl.load(bias + e, mask=e < E, other=0.0)[None, :], lowest)
+    keys = tl.where((e < E)[None, :], scores + bias[None, :], lowest)
     if GROUPS > 1:
         # how many groups beat a group: those with a larger sum of two best keys, or an equal sum and a lower index
         SIZE: tl.constexpr = E // GROUPS
@@ -89,7 +89,7 @@ def _route(
     x, gate, bias, logits, arrived, ids, weights, M, x_stride, scale, residual, norm, hidden, total, eps,
     H: tl.constexpr, E: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
     NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, EACH: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """One program: EACH experts, BLOCK_M rows. With a residual x is what is added to it: one row, in one block."""
     e = tl.program_id(0) * EACH + tl.arange(0, EACH)
@@ -98,6 +98,11 @@ def _route(
     first = tl.program_id(1) * BLOCK_M
     tile = gate + e[:, None] * H + h[None, :]
     w = tl.load(tile, mask=in_e[:, None] & (h < H)[None, :], other=0.0)
+    every = tl.arange(0, BLOCK_E)
+    added = tl.load(bias + every, mask=every < E, other=0.0)
+    if residual is not None:
+        bytes_each = norm.dtype.element_ty.primitive_bitwidth // 8
+        prefetch(norm, H * bytes_each, (tl.arange(0, THREADS) == 0) & (tl.program_id(0) == 0))
     wait()
     release()
     acc = tl.zeros((BLOCK_M, EACH, BLOCK_H), dtype=tl.float32)
@@ -116,11 +121,10 @@ def _route(
     total = tl.sum(acc, 2)
     tl.store(logits + rows[:, None] * E + e[None, :], total, mask=(rows < M)[:, None] & in_e[None, :])
     if arrive(arrived + tl.program_id(1), tl.num_programs(0)):
-        every = tl.arange(0, BLOCK_E)
         inside = (rows < M)[:, None] & (every < E)[None, :]
         value = tl.load(logits + rows[:, None] * E + every[None, :], mask=inside, other=0.0, cache_modifier=".cg")
         _choose(
-            tl.sigmoid(value), bias, ids, weights, rows, rows < M, scale,
+            tl.sigmoid(value), added, ids, weights, rows, rows < M, scale,
             E, CHOICES, GROUPS, KEPT, NORMALIZE, BLOCK_M, BLOCK_E, BLOCK_C,
         )  # fmt: skip
 
@@ -134,12 +138,13 @@ def _select(
     """The choice alone, from logits that are there already."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     every = tl.arange(0, BLOCK_E)
+    added = tl.load(bias + every, mask=every < E, other=0.0)
     wait()
     release()
     inside = (rows < M)[:, None] & (every < E)[None, :]
     value = tl.load(logits + rows.to(tl.int64)[:, None] * E + every[None, :], mask=inside, other=0.0)
     _choose(
-        tl.sigmoid(value), bias, ids, weights, rows, rows < M, scale,
+        tl.sigmoid(value), added, ids, weights, rows, rows < M, scale,
         E, CHOICES, GROUPS, KEPT, NORMALIZE, BLOCK_M, BLOCK_E, BLOCK_C,
     )  # fmt: skip
 
@@ -207,7 +212,7 @@ def _routed(
     logits = torch.empty(count, experts, dtype=torch.float32, device=x.device)
     _route[(triton.cdiv(experts, each), blocks)](
         x, gate, bias, logits, counters(x.device, blocks), ids, weights, count, x.stride(0), scale, *added,
-        hidden, experts, k, groups, kept, normalize, block_m, each, block_h, block_e, block_c,
+        hidden, experts, k, groups, kept, normalize, block_m, each, block_h, block_e, block_c, 128,
         num_warps=4, **OPTIONS,
     )  # fmt: skip
     return ids, weights

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from leyden.formats import Weight
 from leyden.formats.nvfp4 import Tiled, arrange
+from leyden.ops import fused
 from leyden.ops.triton import linear, moe, packed
 from leyden.ops.triton.launch import OPTIONS, release, wait
 
@@ -66,6 +67,15 @@ def linear_nvfp4(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) ->
     out = torch.empty(len(rows), weight.shape[0], dtype=dtype, device=x.device)
     packed.product(packed.aligned(rows), weight, out, len(rows))
     return out.view(*x.shape[:-1], -1)
+
+
+def add_norm_linear_nvfp4(
+    x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Weight
+) -> tuple[Tensor, Tensor]:
+    """See ops.add_norm_linear, and linear.add_norm_linear_fp8."""
+    if len(x) != 1 or residual.stride(1) != 1 or not _ready(x.dtype, weight):
+        return fused.add_norm_linear(x, residual, norm, eps, weight)
+    return packed.add_norm_linear(x, residual, norm, eps, weight)
 
 
 def mlp_nvfp4(x: Tensor, up: Weight, down: Weight) -> Tensor:

@@ -114,10 +114,44 @@ def _fragments(words, FIRST: tl.constexpr, BITS: tl.constexpr):
         return made
 
 
+@triton.jit
+def _normed(x, residual, gain, hidden, total, eps, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The norm of the sum of one row as add_rms_norm rounds it, for this program: all of them write the same. `gain`:
+    the norm's weight, a block after the other, read already. The registers are full: the row is read twice."""
+    k = tl.arange(0, BLOCK)
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    for i in tl.static_range(len(gain)):
+        wide = _sum(x, residual, i * BLOCK + k, total.dtype.element_ty, K).to(tl.float32)
+        squares += wide * wide
+    scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    for i in tl.static_range(len(gain)):
+        at = i * BLOCK + k
+        value = _sum(x, residual, at, total.dtype.element_ty, K)
+        tl.store(total + at, value, mask=(at < K) & (tl.program_id(0) == 0))
+        made = value.to(tl.float32) * scale * gain[i].to(tl.float32)
+        tl.store(hidden + at, made.to(hidden.dtype.element_ty), mask=at < K)
+    tl.debug_barrier()  # each thread reads what others have written
+
+
+@triton.jit
+def _gain(norm, K: tl.constexpr, BLOCK: tl.constexpr):
+    gain = ()  # type: tuple[object, ...]
+    for i in tl.static_range((K + BLOCK - 1) // BLOCK):
+        at = i * BLOCK + tl.arange(0, BLOCK)
+        gain = gain + (tl.load(norm + at, mask=at < K, other=0.0),)
+    return gain
+
+
+@triton.jit
+def _sum(x, residual, at, dtype: tl.constexpr, K: tl.constexpr):
+    value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
+    return (value + tl.load(residual + at, mask=at < K, other=0.0).to(tl.float32)).to(dtype)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _product(
     x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
-    scores, joined, arrived, M, N, x_stride,
+    scores, joined, arrived, residual, norm, hidden, summed, eps, M, N, x_stride,
     K: tl.constexpr, BITS: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, UP: tl.constexpr,
     EARLY: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr,
     DEPTH: tl.constexpr, AHEAD: tl.constexpr,
@@ -130,6 +164,9 @@ def _product(
     writes row i; otherwise row i is read and row order[i] written. If there are `ids` instead, M is 1, and there is one
     matrix for each choice. Between the products the rows of the parts lie after those of the choices. EARLY: all that
     says which matrix it is was written two kernels ago or earlier. AHEAD: see _ask.
+
+    With a `residual` M is 1, and what is multiplied is the norm of x + residual, which all programs make for themselves
+    (`hidden`); the sum goes to `summed`.
 
     With `scores` [M, CHOICES], where not UP, the last program of some columns adds up what a row's choices and the
     shared expert gave, into `joined` [M, N].
@@ -187,12 +224,15 @@ def _product(
     own_k = t * 8 if BITS == 4 else t * 16  # of 64 columns; the second half of a thread's is APART from the first
     words = _first_tiles(places, part, own_k, first < end, K, BITS, TILES, SPLIT, DEPTH)
     _ask(codes, scales, own, chunks, asks & (first < end), thread % 32, N, K, BITS, TILES, BANDS, AHEAD)
+    factor = tl.load(whole)  # used at the very end: nobody is to wait for it before
+    if residual is not None:
+        gain = _gain(norm, K, 8 * THREADS)
     if EARLY:
         wait()
         release()
-    factor = tl.load(whole)
-    if BITS == 4:
-        factor *= 128.0
+    if residual is not None:
+        _normed(x, residual, gain, hidden, summed, eps, K, 8 * THREADS)
+        x = hidden
     for block in range(first, end, stride):
         sources = ()  # type: tuple[object, ...]
         for j in tl.static_range(GROUPS):
@@ -232,6 +272,7 @@ def _product(
             sums = made
             words = words[STEP:] + following
         m, q = tl.arange(0, 8), tl.arange(0, 16 * BANDS)
+        scale = factor * (128.0 if BITS == 4 else 1.0)
         for j in tl.static_range(GROUPS):
             at = block + j * 8 + m
             target = at
@@ -246,7 +287,7 @@ def _product(
                     tl.join(sums[(r * GROUPS + j) * 4 + 2], sums[(r * GROUPS + j) * 4 + 3]),
                 )
                 both = tl.sum(tl.reshape(both, (BANDS, SPLIT, 8, 4, 2, 2)), 1)  # bands, g, t, even or odd, half
-                total = tl.reshape(tl.permute(both, (2, 3, 0, 4, 1)), (8, 16 * BANDS)) * factor
+                total = tl.reshape(tl.permute(both, (2, 3, 0, 4, 1)), (8, 16 * BANDS)) * scale
                 if UP:
                     total = tl.maximum(total.to(out.dtype.element_ty).to(tl.float32), 0.0)
                     total *= total
@@ -306,6 +347,14 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == 1 else x.contiguous()
 
 
+def add_norm_linear(x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Weight) -> tuple[Tensor, Tensor]:
+    """See ops.add_norm_linear; x is one row, bfloat16."""
+    x, total = aligned(x), torch.empty_like(x)
+    out = torch.empty(1, weight.shape[0], dtype=x.dtype, device=x.device)
+    product(x, weight, out, 1, added=(residual, norm, total, eps))
+    return out, total
+
+
 def product(
     x: Tensor,
     weight: Weight,
@@ -320,10 +369,12 @@ def product(
     scores: Tensor | None = None,
     joined: Tensor | None = None,
     shape: Shape | None = None,
+    added: tuple[Tensor, Tensor, Tensor, float] | None = None,
 ) -> None:
     """Rows of x, bfloat16 and aligned(), times one matrix, or with `ids` of one row or `lists` of moe.listed() those of
     a stack, of which `count` rows have chosen `choices` each; and times `parts` of the shared expert. The sums over a
-    row's choices with its `scores` [count, choices] go to `joined`, if that is wanted. See _product."""
+    row's choices with its `scores` [count, choices] go to `joined`, if that is wanted. `added`: residual, weight of the
+    norm, where the sum goes, eps; of one row. See _product."""
     size, k = weight.shape[-2:]
     bits = 8 if weight.format.name == "fp8" else 4
     codes, scales, whole = stored(weight)
@@ -344,9 +395,12 @@ def product(
     chunks = triton.cdiv(k, 64)  # of each tile; each is 64 times 16 codes and, with 4 bits, their scales
     each = 576 if bits == 4 else 1024
     asked = ahead(chunks * each * how.tiles * bands, prod(grid), how.warps) // (each * how.tiles * bands)
+    residual, norm, summed, eps = added or (None, None, None, 0.0)
+    hidden = torch.empty_like(x) if added else None
     _product[grid](
         x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
-        scores, joined, arrived, count, size, x.stride(0), k, bits, choices, parts, up, not (routed and up),
+        scores, joined, arrived, residual, norm, hidden, summed, eps, count, size, x.stride(0),
+        k, bits, choices, parts, up, not (routed and up),
         how.tiles, how.groups, how.split, 32 * how.warps, how.depth, asked if count <= FEW else 0,
         num_warps=how.warps, **OPTIONS,
     )  # fmt: skip

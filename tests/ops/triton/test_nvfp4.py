@@ -5,12 +5,13 @@ import torch
 from torch import Tensor
 
 from leyden import ops
-from leyden.formats import Weight
+from leyden.formats import Format, Weight
+from leyden.formats.fp8 import FP8
 from leyden.formats.nvfp4 import NVFP4, Tiled, arrange
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch on CUDA; elsewhere install the dev extra")
 
-from leyden.ops.triton import nvfp4, packed  # noqa: E402
+from leyden.ops.triton import linear, nvfp4, packed  # noqa: E402
 
 # Where activations are bfloat16 between two products: the interpreter cuts values off where they are to be rounded.
 BOUND = 8e-3 if torch.cuda.is_available() else 3e-2
@@ -60,6 +61,24 @@ def test_shapes(device: str, tiles: int, groups: int, split: int, warps: int):
     packed.product(x, weight, out, 9, shape=packed.Shape(tiles, groups, split, warps))
     assert off(out[:9], x.double() @ exact(weight).t()) < 1e-6
     assert (out[9] == -1).all()
+
+
+@pytest.mark.parametrize("form", [FP8(), NVFP4()])
+@pytest.mark.parametrize("count", [1, 2])
+def test_linear_behind_a_sum(device: str, form: Format, count: int):
+    """Of one row in one launch. The row takes two blocks of the norm, the second of them not full."""
+    made = stored(device, 32, 1088)
+    if form == FP8():
+        made = Weight(32, 1088, dtype=torch.bfloat16, format=form).requires_grad_(False).to(device)
+        made.parts["weight"].copy_(torch.randn(32, 1088, generator=torch.Generator().manual_seed(0)))
+        made.parts["weight_scale"].fill_(0.5)
+    x, residual, gain = random(device, count, 1088), random(device, count, 1088) * 3, random(device, 1088)
+    with ops.using("reference"):
+        hidden, total = ops.add_rms_norm(x, residual, gain, 1e-5)
+    with torch.inference_mode():
+        run = linear.add_norm_linear_fp8 if form == FP8() else nvfp4.add_norm_linear_nvfp4
+        got, summed = run(x, residual, gain, 1e-5, made)
+    assert off(got, hidden.double() @ exact(made).t()) < BOUND and off(summed, total) < BOUND
 
 
 def test_mlp(device: str):
