@@ -20,7 +20,8 @@ PDL = tl.constexpr(_HOPPER and not INTERPRETED)  # the interpreter has no inline
 OPTIONS = {"launch_pdl": True} if PDL.value else {}
 
 AHEAD = 32 << 20  # bytes that the programs of a kernel that are there at first may ask for: L2 has 50 MB
-_RESIDENT = 132 * 32  # their warps, with 64 registers a thread
+MULTIPROCESSORS = 132
+_RESIDENT = MULTIPROCESSORS * 32  # warps with 64 registers a thread
 
 # The result is nothing; an instruction has to have one.
 _PREFETCH = tl.constexpr(
@@ -67,6 +68,14 @@ def prefetch_rows(start, count, stride, size, THREADS: tl.constexpr):
 
 
 @triton.jit
+def prefetch_share(start, total, program, EACH: tl.constexpr, THREADS: tl.constexpr):
+    """prefetch() of this program's share of `total` bytes: EACH for each of its warps."""
+    thread = tl.arange(0, THREADS)
+    at = (program * (THREADS // 32) + thread // 32) * EACH
+    prefetch(start.to(tl.pointer_type(tl.int8)) + at, tl.minimum(EACH, total - at), thread % 32 == 0)
+
+
+@triton.jit
 def arrive(counter, count):
     """True in the last of `count` programs: it sees what the others wrote before. Leaves the counter at zero."""
     tl.debug_barrier()  # all threads of this program have stored
@@ -79,6 +88,11 @@ def arrive(counter, count):
 def ahead(own: int, programs: int, warps: int) -> int:
     """How many of the `own` bytes of weights that it reads a program may ask for in advance."""
     return min(own, AHEAD // max(1, min(programs, _RESIDENT // warps)))
+
+
+def shares(total: int, programs: int, warps: int) -> int:
+    """The bytes for each warp, where `programs` ask for all of `total`, if that is not too much."""
+    return triton.cdiv(total, 128 * programs * warps) * 128 if total <= AHEAD else 0
 
 
 def counters(device: torch.device, count: int) -> Tensor:

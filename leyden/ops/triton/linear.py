@@ -14,7 +14,18 @@ from torch import Tensor
 from leyden.formats import Weight
 from leyden.ops import fused
 from leyden.ops.triton import packed
-from leyden.ops.triton.launch import OPTIONS, ahead, arrive, counters, prefetch_rows, release, wait
+from leyden.ops.triton.launch import (
+    MULTIPROCESSORS,
+    OPTIONS,
+    ahead,
+    arrive,
+    counters,
+    prefetch_rows,
+    prefetch_share,
+    release,
+    shares,
+    wait,
+)
 
 FP8_ROWS = 256  # up to here FP8 matrices are read as they are
 NARROW_ROWS = 16  # up to here _narrow; cuBLAS is faster from 32 on
@@ -36,16 +47,16 @@ def _vector(
     K: tl.constexpr, SQUARE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     THREADS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = sum_k x[k] W[n, k]; with SQUARE relu(.)^2. The next tile of W is always on its way. AHEAD: bytes of a
-    row that are asked for after those of the first tile, as in the other kernels of this folder."""
-    first = tl.program_id(0) * BLOCK_N
-    n = first + tl.arange(0, BLOCK_N)
+    """out[n] = sum_k x[k] W[n, k]; with SQUARE relu(.)^2. The next tile of W is always on its way. AHEAD: bytes that
+    each warp of the first programs asks for; together all of W."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     tile = weight + n.to(tl.int64)[:, None] * K + k[None, :]
     in_n = (n < N)[:, None]
     w = tl.load(tile, mask=in_n & (k < K)[None, :], other=0.0)
     if AHEAD > 0:
-        prefetch_rows(weight + first.to(tl.int64) * K + BLOCK_K, tl.minimum(BLOCK_N, N - first), K, AHEAD, THREADS)
+        total = N * (K * (weight.dtype.element_ty.primitive_bitwidth // 8))
+        prefetch_share(weight, total, tl.program_id(0), AHEAD, THREADS)
     wait()
     release()
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
@@ -187,10 +198,10 @@ def vector(
     size, k = matrix.shape
     block_n, block_k, warps = shape
     out = torch.empty(1, size, dtype=dtype or x.dtype, device=x.device)
-    programs, row = triton.cdiv(size, block_n), k * matrix.itemsize
-    asked = ahead(block_n * row, programs, warps) // block_n - block_k * matrix.itemsize
+    programs = triton.cdiv(size, block_n)
+    asked = shares(size * k * matrix.itemsize, min(programs, MULTIPROCESSORS), warps)
     _vector[(programs,)](
-        x, matrix, out, size, k, square, block_n, block_k, 32 * warps, max(0, asked), num_warps=warps, **OPTIONS
+        x, matrix, out, size, k, square, block_n, block_k, 32 * warps, asked, num_warps=warps, **OPTIONS
     )
     return out
 

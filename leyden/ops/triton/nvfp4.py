@@ -128,7 +128,7 @@ def _few(
     done = torch.empty(pairs + max(parts, apart) * count, size, dtype=x.dtype, device=x.device)
     lists, single = (None, ids) if count == 1 else (moe.listed(ids, total), None)
     with_up, with_down = (shared_up, shared_down) if parts else (None, None)
-    packed.product(x, up, h, count, True, choices, single, lists, with_up, parts)
+    packed.product(x, up, h, count, True, choices, single, lists, with_up, parts, later=with_down)
     if few and not apart:
         out = torch.empty(count, size, dtype=x.dtype, device=x.device)
         packed.product(h, down, done, count, False, choices, single, lists, with_down, parts, weights, out)

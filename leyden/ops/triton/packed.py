@@ -19,7 +19,18 @@ from torch import Tensor
 
 from leyden.formats import Weight
 from leyden.ops.triton.fragments import eight, four, mma, values, weights
-from leyden.ops.triton.launch import OPTIONS, ahead, arrive, counters, prefetch, release, wait
+from leyden.ops.triton.launch import (
+    MULTIPROCESSORS,
+    OPTIONS,
+    ahead,
+    arrive,
+    counters,
+    prefetch,
+    prefetch_share,
+    release,
+    shares,
+    wait,
+)
 
 WARPS = 1800  # at least, to keep the memory of an H200 busy; 2.3 times as many are there at once
 DEPTH = 3  # where eight rows are all
@@ -151,10 +162,10 @@ def _sum(x, residual, at, dtype: tl.constexpr, K: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def _product(
     x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
-    scores, joined, arrived, residual, norm, hidden, summed, eps, M, N, x_stride,
+    scores, joined, arrived, later_codes, later_scales, residual, norm, hidden, summed, eps, M, N, x_stride,
     K: tl.constexpr, BITS: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, UP: tl.constexpr,
     EARLY: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr,
-    DEPTH: tl.constexpr, AHEAD: tl.constexpr,
+    DEPTH: tl.constexpr, AHEAD: tl.constexpr, LATER: tl.constexpr,
 ):  # fmt: skip
     """out[i, n] = sum_k x[i, k] W[n, k]; with UP relu(.)^2.
 
@@ -163,7 +174,8 @@ def _product(
     there are `offsets`, those of a stack, each with its rows on the list `order`: UP reads row order[i] // CHOICES and
     writes row i; otherwise row i is read and row order[i] written. If there are `ids` instead, M is 1, and there is one
     matrix for each choice. Between the products the rows of the parts lie after those of the choices. EARLY: all that
-    says which matrix it is was written two kernels ago or earlier. AHEAD: see _ask.
+    says which matrix it is was written two kernels ago or earlier. AHEAD: see _ask. LATER: bytes of codes that
+    a warp asks for of what the next kernel reads of the shared expert.
 
     With a `residual` M is 1, and what is multiplied is the norm of x + residual, which all programs make for themselves
     (`hidden`); the sum goes to `summed`.
@@ -190,6 +202,11 @@ def _product(
                 thread % 32, N, K, BITS, TILES, BANDS, AHEAD,
             )  # fmt: skip
             asks = asks & (item >= PARTS)
+        if LATER > 0:
+            program = item * tl.num_programs(0) + tl.program_id(0)
+            size = N * K * PARTS // 2
+            prefetch_share(later_codes, size, program, LATER, THREADS)
+            prefetch_share(later_scales, size // 8, program, LATER // 8, THREADS)
         wait()
         release()
     first, end, base = 0, M, 0
@@ -370,11 +387,13 @@ def product(
     joined: Tensor | None = None,
     shape: Shape | None = None,
     added: tuple[Tensor, Tensor, Tensor, float] | None = None,
+    later: Weight | None = None,
 ) -> None:
     """Rows of x, bfloat16 and aligned(), times one matrix, or with `ids` of one row or `lists` of moe.listed() those of
     a stack, of which `count` rows have chosen `choices` each; and times `parts` of the shared expert. The sums over a
     row's choices with its `scores` [count, choices] go to `joined`, if that is wanted. `added`: residual, weight of the
-    norm, where the sum goes, eps; of one row. See _product."""
+    norm, where the sum goes, eps; of one row. `later`: the shared expert's matrix for the other product, to be asked
+    for. See _product."""
     size, k = weight.shape[-2:]
     bits = 8 if weight.format.name == "fp8" else 4
     codes, scales, whole = stored(weight)
@@ -395,13 +414,15 @@ def product(
     chunks = triton.cdiv(k, 64)  # of each tile; each is 64 times 16 codes and, with 4 bits, their scales
     each = 576 if bits == 4 else 1024
     asked = ahead(chunks * each * how.tiles * bands, prod(grid), how.warps) // (each * how.tiles * bands)
+    later_codes, later_scales, _ = stored(later) if later else (None, None, None)
     residual, norm, summed, eps = added or (None, None, None, 0.0)
     hidden = torch.empty_like(x) if added else None
     _product[grid](
         x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
-        scores, joined, arrived, residual, norm, hidden, summed, eps, count, size, x.stride(0),
-        k, bits, choices, parts, up, not (routed and up),
+        scores, joined, arrived, later_codes, later_scales, residual, norm, hidden, summed, eps,
+        count, size, x.stride(0), k, bits, choices, parts, up, not (routed and up),
         how.tiles, how.groups, how.split, 32 * how.warps, how.depth, asked if count <= FEW else 0,
+        shares(prod(later.shape) // 2, min(prod(grid), 4 * MULTIPROCESSORS), how.warps) if later else 0,
         num_warps=how.warps, **OPTIONS,
     )  # fmt: skip
 

@@ -9,29 +9,26 @@ from leyden.formats import Weight
 from leyden.ops import fused
 from leyden.ops.rows import Rows
 from leyden.ops.triton.attention import narrowed
-from leyden.ops.triton.launch import OPTIONS, ahead, prefetch_rows, release, wait
+from leyden.ops.triton.launch import OPTIONS, release, wait
 
 
 @triton.jit
 def _qkv(
     x, q, k, v, out, cache, past, pages, half, k_scale, v_scale,
     K: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, THREADS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """linear._vector over SIZE rows of q, then WIDTH of k and of v, which end in the cache."""
-    QUERIES: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
+    AHEAD: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
     EACH: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
-    is_q, is_k = pid < QUERIES, pid < QUERIES + EACH
-    first, size = tl.where(is_q, pid, (pid - QUERIES) % EACH) * BLOCK_N, tl.where(is_q, SIZE, WIDTH)
-    n = first + tl.arange(0, BLOCK_N)
-    in_n = n < size
+    is_q, is_k = pid < AHEAD, pid < AHEAD + EACH
+    n = tl.where(is_q, pid, (pid - AHEAD) % EACH) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = n < tl.where(is_q, SIZE, WIDTH)
     matrix = tl.where(is_q, q, tl.where(is_k, k, v))
     i = tl.arange(0, BLOCK_K)
     tile = matrix + n[:, None] * K + i[None, :]
     w = tl.load(tile, mask=in_n[:, None] & (i < K)[None, :], other=0.0)
-    if AHEAD > 0:
-        prefetch_rows(matrix + first * K + BLOCK_K, tl.minimum(BLOCK_N, size - first), K, AHEAD, THREADS)
     wait()
     release()
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
@@ -63,11 +60,8 @@ def qkv_write(
     (size, inner), width, (block_n, block_k, warps) = matrices[0].shape, len(matrices[1]), shape
     most = torch.finfo(cache.dtype).max if cache.dtype.itemsize == 1 else 0.0
     out = torch.empty(1, size, dtype=x.dtype, device=x.device)
-    programs, row = triton.cdiv(size, block_n) + 2 * triton.cdiv(width, block_n), inner * x.itemsize
-    asked = ahead(block_n * row, programs, warps) // block_n - block_k * x.itemsize
-    _qkv[(programs,)](
+    _qkv[(triton.cdiv(size, block_n) + 2 * triton.cdiv(width, block_n),)](
         x, *matrices, out, cache, rows.past, rows.pages, cache.stride(0), k_scale, v_scale,
-        inner, size, width, cache.shape[2], most, block_n, block_k, 32 * warps, max(0, asked),
-        num_warps=warps, **OPTIONS,
+        inner, size, width, cache.shape[2], most, block_n, block_k, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return out.view(1, -1, cache.shape[-1])
