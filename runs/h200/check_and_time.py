@@ -959,8 +959,9 @@ def few_bits(count: int) -> list[tuple[str, list[Callable[[], object]], float]]:
         for m, ids in zip(experts, drawn, strict=True):
             pair, shared = (m.experts.up_proj, m.shared_experts.up_proj) if is_up else (
                 m.experts.down_proj, m.shared_experts.down_proj)  # fmt: skip
-            lists = None if count == 1 else moe.listed(ids, EXPERTS)
-            runs.append(partial(packed.product, source, pair, out, count, is_up, CHOICES, ids if count == 1 else None,
+            few = count <= nvfp4.UNSORTED_ROWS
+            lists = None if few else moe.listed(ids, EXPERTS)
+            runs.append(partial(packed.product, source, pair, out, count, is_up, CHOICES, ids if few else None,
                                 lists, shared if joined else None, joined))  # fmt: skip
             arrange(pair)
             arrange(shared)

@@ -360,7 +360,7 @@ def _members(ids, expert, M, CHOICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _leads(ids, pair, expert, BLOCK_P: tl.constexpr):
+def leads(ids, pair, expert, BLOCK_P: tl.constexpr):
     """Whether no choice before `pair` is of the same expert: then this program does the expert's work."""
     before = tl.arange(0, BLOCK_P)
     same = tl.load(ids + before, mask=before < pair, other=-1) == expert
@@ -389,7 +389,7 @@ def _up_dense(
     release()
     pair = tl.where(is_shared, 0, (pid - AHEAD) // TILES)
     expert = tl.load(ids + pair)
-    if is_shared | _leads(ids, pair, expert, BLOCK_P):
+    if is_shared | leads(ids, pair, expert, BLOCK_P):
         n = tl.where(is_shared, pid, (pid - AHEAD) % TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
         in_n = n < tl.where(is_shared, SHARED, INNER)
         matrix = up + expert * (INNER * K)
@@ -453,7 +453,7 @@ def _down_dense(
     else:
         pair = item - SPLITS
         expert = tl.load(ids + pair)
-        if _leads(ids, pair, expert, BLOCK_P):
+        if leads(ids, pair, expert, BLOCK_P):
             member, at = _members(ids, expert, M, CHOICES, BLOCK_M, BLOCK_C)
             left = down + expert * (N * INNER) + n[:, None] * INNER + k[None, :]
             right = h + at[None, :] * INNER + k[:, None]

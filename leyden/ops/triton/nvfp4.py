@@ -20,6 +20,7 @@ from leyden.ops.triton.launch import OPTIONS, release, wait
 
 WIDE_ROWS = 256  # for one matrix
 EXPERT_ROWS = 64  # for one of a stack, on average
+UNSORTED_ROWS = 8  # up to here every chosen expert multiplies all rows
 JOINT_ROWS = 16  # up to here the shared expert is one of the others
 
 
@@ -126,14 +127,14 @@ def _few(
     apart = shared_up is not None and not parts
     h = torch.empty(pairs + parts * count, inner, dtype=x.dtype, device=x.device)
     done = torch.empty(pairs + max(parts, apart) * count, size, dtype=x.dtype, device=x.device)
-    lists, single = (None, ids) if count == 1 else (moe.listed(ids, total), None)
+    lists, few_ids = (None, ids) if count <= UNSORTED_ROWS else (moe.listed(ids, total), None)
     with_up, with_down = (shared_up, shared_down) if parts else (None, None)
-    packed.product(x, up, h, count, True, choices, single, lists, with_up, parts, later=with_down)
+    packed.product(x, up, h, count, True, choices, few_ids, lists, with_up, parts, later=with_down)
     if few and not apart:
         out = torch.empty(count, size, dtype=x.dtype, device=x.device)
-        packed.product(h, down, done, count, False, choices, single, lists, with_down, parts, weights, out)
+        packed.product(h, down, done, count, False, choices, few_ids, lists, with_down, parts, weights, out)
         return out
-    packed.product(h, down, done, count, False, choices, single, lists, with_down, parts)
+    packed.product(h, down, done, count, False, choices, few_ids, lists, with_down, parts)
     if shared_up is not None and shared_down is not None and apart:
         _mlp(x, shared_up, shared_down, done[pairs:])
     return moe.combined(done, weights, count, size, max(parts, apart))

@@ -31,6 +31,7 @@ from leyden.ops.triton.launch import (
     shares,
     wait,
 )
+from leyden.ops.triton.moe import leads
 
 WARPS = 1800  # at least, to keep the memory of an H200 busy; 2.3 times as many are there at once
 DEPTH = 3  # where eight rows are all
@@ -159,23 +160,36 @@ def _sum(x, residual, at, dtype: tl.constexpr, K: tl.constexpr):
     return (value + tl.load(residual + at, mask=at < K, other=0.0).to(tl.float32)).to(dtype)
 
 
+@triton.jit
+def _choice(ids, row, choice, expert, CHOICES: tl.constexpr, LONE: tl.constexpr):
+    """Which of the choices of all rows is that of `expert` by each `row`, or -1. LONE: it is `choice`."""
+    found = row * 0 + (choice if LONE else -1)
+    for c in tl.static_range(0 if LONE else CHOICES):
+        at = row * CHOICES + c
+        found = tl.where(tl.load(ids + at) == expert, at, found)
+    return found
+
+
 @triton.jit(do_not_specialize=["M"])
 def _product(
     x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
     scores, joined, arrived, later_codes, later_scales, residual, norm, hidden, summed, eps, M, N, x_stride,
     K: tl.constexpr, BITS: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, UP: tl.constexpr,
     EARLY: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr,
-    DEPTH: tl.constexpr, AHEAD: tl.constexpr, LATER: tl.constexpr,
+    DEPTH: tl.constexpr, AHEAD: tl.constexpr, LATER: tl.constexpr, LONE: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """out[i, n] = sum_k x[i, k] W[n, k]; with UP relu(.)^2.
 
     Without ids and offsets one matrix and M rows. Else the second dimension of the grid counts matrices. First PARTS of
     a shared expert, each as large as a routed one, for M rows: rows of its up_proj, columns of its down_proj. Then, if
     there are `offsets`, those of a stack, each with its rows on the list `order`: UP reads row order[i] // CHOICES and
-    writes row i; otherwise row i is read and row order[i] written. If there are `ids` instead, M is 1, and there is one
-    matrix for each choice. Between the products the rows of the parts lie after those of the choices. EARLY: all that
-    says which matrix it is was written two kernels ago or earlier. AHEAD: see _ask. LATER: bytes of codes that
-    a warp asks for of what the next kernel reads of the shared expert.
+    writes row i; otherwise row i is read and row order[i] written. If there are `ids` [M, CHOICES] instead, for few
+    rows, there is one matrix for each choice: the first choice of an expert takes all rows, as many as the tensor cores
+    do at once in any case, and those are written that have chosen it. LONE: there is one row. Between the products the
+    rows of the parts lie after those of the choices.
+
+    EARLY: all that says which matrix it is was written two kernels ago or earlier. AHEAD: see _ask. LATER: bytes of
+    codes that a warp asks for of what the next kernel reads of the shared expert.
 
     With a `residual` M is 1, and what is multiplied is the norm of x + residual, which all programs make for themselves
     (`hidden`); the sum goes to `summed`.
@@ -218,9 +232,10 @@ def _product(
             first = tl.load(offsets + expert, mask=routed, other=0)
             end = tl.load(offsets + expert + 1, mask=routed, other=M)
         else:
-            first = tl.maximum(expert, 0)
-            end = tl.where(routed, expert + 1, M)
-            expert = tl.load(ids + expert, mask=routed, other=0).to(tl.int32)
+            choice = tl.maximum(expert, 0)
+            expert = tl.load(ids + choice).to(tl.int32)
+            if not LONE:
+                end = tl.where(leads(ids, choice, expert, BLOCK_P) | (item < PARTS), M, 0)
         tiles = tl.maximum(expert, 0).to(tl.int64) * (N // 16 * CHUNKS)
         if PARTS > 0:
             tiles = tl.where(routed, tiles, item * (N // 16 * CHUNKS if UP else CHUNKS))
@@ -258,7 +273,9 @@ def _product(
             if UP:
                 if order is not None:
                     row = tl.load(order + at, mask=routed, other=0)
-                row = tl.where(routed, row // CHOICES, at)
+                    row = tl.where(routed, row // CHOICES, at)
+            elif ids is not None:
+                row = tl.where(routed, tl.maximum(_choice(ids, at, choice, expert, CHOICES, LONE), 0), at)
             sources = sources + (x + (row if UP else row + base).to(tl.int64) * x_stride + (own_k + part * 64),)
         sums = ()  # type: tuple[object, ...]
         for _ in tl.static_range(TILES * GROUPS * 4):
@@ -297,6 +314,10 @@ def _product(
                 target = tl.load(order + at, mask=(at < end) & routed, other=0)
                 if PARTS > 0:
                     target = tl.where(routed, target, at)
+            kept = at < end
+            if ids is not None:
+                target = tl.where(routed, _choice(ids, tl.minimum(at, M - 1), choice, expert, CHOICES, LONE), at)
+                kept = kept & (target >= 0)
             target = (target + base).to(tl.int64)
             for r in tl.static_range(TILES):
                 both = tl.join(
@@ -311,7 +332,7 @@ def _product(
                 n = (tl.program_id(0) * TILES + r) * (16 * BANDS) + q
                 tl.store(
                     out + target[:, None] * N + n[None, :], total.to(out.dtype.element_ty),
-                    mask=(at < end)[:, None] & (n < N)[None, :],
+                    mask=kept[:, None] & (n < N)[None, :],
                 )  # fmt: skip
         words = _first_tiles(places, part, own_k, block + stride < end, K, BITS, TILES, SPLIT, DEPTH)
     if scores is not None:  # noqa: SIM102 - decided when the kernel is compiled
@@ -389,10 +410,10 @@ def product(
     added: tuple[Tensor, Tensor, Tensor, float] | None = None,
     later: Weight | None = None,
 ) -> None:
-    """Rows of x, bfloat16 and aligned(), times one matrix, or with `ids` of one row or `lists` of moe.listed() those of
-    a stack, of which `count` rows have chosen `choices` each; and times `parts` of the shared expert. The sums over a
-    row's choices with its `scores` [count, choices] go to `joined`, if that is wanted. `added`: residual, weight of the
-    norm, where the sum goes, eps; of one row. `later`: the shared expert's matrix for the other product, to be asked
+    """Rows of x, bfloat16 and aligned(), times one matrix, or with `ids` of few rows or `lists` of moe.listed() those
+    of a stack, of which `count` rows have chosen `choices` each; and times `parts` of the shared expert. The sums over
+    a row's choices with its `scores` [count, choices] go to `joined`, if that is wanted. `added`: residual, weight of
+    the norm, where the sum goes, eps; of one row. `later`: the shared expert's matrix for the next product, to be asked
     for. See _product."""
     size, k = weight.shape[-2:]
     bits = 8 if weight.format.name == "fp8" else 4
@@ -400,10 +421,12 @@ def product(
     shared_codes, shared_scales, shared_whole = stored(shared) if shared else (codes, scales, whole)
     order, offsets = lists or (None, None)
     routed = lists is not None or ids is not None
-    total = weight.shape[0] if lists else choices if ids is not None else 1
-    mean = max(1, count * choices / total)
-    rows = mean + 1.5 * mean**0.5 if lists else mean  # some matrices of a stack have more than others
-    how = shape or chosen(rows, size, k, min(total, count * choices) + parts, bits)
+    total = weight.shape[0] if lists else count * choices if ids is not None else 1
+    rows: float = count
+    if routed and count > 1:
+        mean = max(1, count * choices / weight.shape[0])
+        rows = mean + 1.5 * mean**0.5  # some matrices of a stack have more than others
+    how = shape or chosen(rows, size, k, min(total, weight.shape[0]) + parts if routed else 1, bits)
     bands = how.warps // how.split
     grid = (
         triton.cdiv(size, 16 * how.tiles * bands),
@@ -423,6 +446,7 @@ def product(
         count, size, x.stride(0), k, bits, choices, parts, up, not (routed and up),
         how.tiles, how.groups, how.split, 32 * how.warps, how.depth, asked if count <= FEW else 0,
         shares(prod(later.shape) // 2, min(prod(grid), 4 * MULTIPROCESSORS), how.warps) if later else 0,
+        count == 1, triton.next_power_of_2(count * choices) if count <= FEW else 1,
         num_warps=how.warps, **OPTIONS,
     )  # fmt: skip
 

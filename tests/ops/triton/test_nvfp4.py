@@ -87,7 +87,7 @@ def test_mlp(device: str):
     assert off(nvfp4.mlp_nvfp4(x, up, down), hidden.double() @ exact(down).t()) < BOUND
 
 
-@pytest.mark.parametrize("count, joint, shared", [(1, 16, 128), (2, 16, 128), (2, 0, 128), (2, 16, 192)])
+@pytest.mark.parametrize("count, joint, shared", [(1, 16, 128), (2, 16, 128), (3, 0, 128), (2, 16, 192), (9, 16, 128)])
 def test_moe(device: str, count: int, joint: int, shared: int, monkeypatch: pytest.MonkeyPatch):
     """The shared expert among the others or by itself, as large as two of them or not to be divided."""
     monkeypatch.setattr(nvfp4, "JOINT_ROWS", joint)
