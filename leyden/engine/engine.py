@@ -24,7 +24,7 @@ from leyden.engine.runner import Runner, StepOutput
 from leyden.engine.sampler import Sampler
 from leyden.engine.scheduler import Limits, Scheduler
 from leyden.errors import ConfigError, RequestError
-from leyden.model import checkpoint
+from leyden.model import checkpoint, twins
 from leyden.model.nemotron import Nemotron
 from leyden.model.rounded import narrow
 from leyden.spec.drafter import Drafter
@@ -157,6 +157,8 @@ class Engine:
         model.eval().requires_grad_(False)
         drafters = load(drafting, model) if drafting else []
         taken = room(drafting, architecture) if drafting else NO_DRAFTER
+        if device.type == "cuda":
+            twins.keep(model, torch.cuda.mem_get_info(device)[1])
         split = divide(config, architecture, dtype, device.type, free(config, device), taken)
         if split.shape.kv_dtype.itemsize == 1:
             if device.type == "cpu":

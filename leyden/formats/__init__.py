@@ -143,6 +143,7 @@ class Weight(nn.Module):
     def allot(self, format: Format, device: torch.device | None = None) -> None:
         """Room for the matrix in `format`, uninitialised, in place of what was there. Only dense weights can learn."""
         self.format = format
+        self.twin: Tensor | None = None  # what dense() gives, kept beside codes for products of many rows
         self._parameters.clear()
         for name, (size, stored) in format.tensors(self.shape, self.dtype).items():
             empty = torch.empty(size, dtype=stored, device=device)

@@ -252,8 +252,9 @@ def restore(weight: Weight) -> None:
 
 def _change(weight: Weight, format: Format, made: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> None:
     """A stack goes some matrices at a time: `made` needs several times the memory of what it works on."""
-    parts = {name: part.detach() for name, part in weight.parts.items()}
+    parts, twin = {name: part.detach() for name, part in weight.parts.items()}, weight.twin
     weight.allot(format, parts["weight"].device)
+    weight.twin = twin
     stack = len(weight.shape) == 3
     for some in [slice(i, i + 16) for i in range(0, weight.shape[0], 16)] if stack else [...]:
         for name, tensor in made({name: part[some] for name, part in parts.items()}).items():

@@ -15,13 +15,12 @@ def _convolve(
     REACH: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, MOVE: tl.constexpr,
     RING: tl.constexpr, KEPT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_T tokens of one row, BLOCK_C channels. Who has a row's first tokens also moves its window (MOVE): nobody
-    else reads that. RING: x has so many tokens for each slot, of which `ends` says how many count. KEPT: x is also left
-    in a ring like that, whose tokens are so wide: what stands behind the channels of x, too."""
+    """BLOCK_T tokens of one row, BLOCK_C channels; each column is read once. Who has a row's first tokens also moves
+    its window (MOVE): nobody else reads that. RING: x has so many tokens for each slot, of which `ends` says how many
+    count. KEPT: x is also left in a ring like that, whose tokens are so wide: what stands behind x's channels, too."""
     first, row = tl.program_id(0) * BLOCK_T, tl.program_id(1)
     c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_c = c < C
-    t = first + tl.arange(0, BLOCK_T)
     wait()
     release()
     if RING:
@@ -32,36 +31,40 @@ def _convolve(
         length, read = tl.load(ends + row) - start, start.to(tl.int64)
     if first < length:
         line = x + read * x_stride
+        at, target = line + first.to(tl.int64) * x_stride, out + (start + first).to(tl.int64) * C + c
         window, fresh = state, True
         if STATE:
             window += tl.load(slots + row).to(tl.int64) * state_stride
             fresh = tl.load(past + row) == 0
-        acc = tl.zeros((BLOCK_T, BLOCK_C), dtype=tl.float32)
+        columns = tl.tuple([])
+        for k in tl.static_range(REACH):
+            value = tl.load(at + (k - REACH) * x_stride + c, mask=in_c & (first + k >= REACH), other=0.0)
+            if STATE:
+                old = tl.load(window + k * C + c, mask=in_c & (first == 0) & (fresh == 0), other=0.0)
+                value = tl.where(first == 0, old.to(value.dtype), value)
+            columns += (value,)
+        before = tl.zeros((BLOCK_C,), dtype=tl.float32)
         if BIAS:
-            acc += tl.load(bias + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
+            before += tl.load(bias + c, mask=in_c, other=0.0).to(tl.float32)
+        taps = tl.tuple([])
         for tap in tl.static_range(REACH + 1):
-            at = t + tap - REACH
-            inside = in_c[None, :] & (at < length)[:, None]
-            value = tl.load(line + at[:, None] * x_stride + c[None, :], mask=inside & (at >= 0)[:, None], other=0.0)
-            if STATE and tap < REACH:  # noqa: SIM102, the inner condition is the device's
-                if first == 0:
-                    before = inside & (at < 0)[:, None] & (fresh == 0)
-                    old = tl.load(window + (at + REACH)[:, None] * C + c[None, :], mask=before, other=0.0)
-                    value = tl.where((at < 0)[:, None], old.to(value.dtype), value)
-            if KEPT:  # noqa: SIM102
-                if tap == REACH:
-                    target = ring + tl.load(slots + row).to(tl.int64) * ring_stride + at[:, None] * KEPT
-                    tl.store(target + c[None, :], value, mask=inside)
-                    if tl.program_id(2) == 0:
-                        e = C + tl.arange(0, BLOCK_E)[None, :]
-                        more = (e < KEPT) & (at < length)[:, None]
-                        tl.store(target + e, tl.load(line + at[:, None] * x_stride + e, mask=more), mask=more)
-            w = tl.load(weight + c * (REACH + 1) + tap, mask=in_c, other=0.0).to(tl.float32)
-            acc += value.to(tl.float32) * w[None, :]
-        made = (acc * tl.sigmoid(acc)).to(out.dtype.element_ty)
-        cell = (start + t).to(tl.int64)[:, None] * C + c[None, :]
-        tl.store(out + cell, made, mask=in_c[None, :] & (t < length)[:, None])
-        if STATE and MOVE:  # noqa: SIM102
+            taps += (tl.load(weight + c * (REACH + 1) + tap, mask=in_c, other=0.0).to(tl.float32),)
+        for k in tl.static_range(BLOCK_T):  # all on their way before the first store
+            columns += (tl.load(at + k * x_stride + c, mask=in_c & (first + k < length), other=0.0),)
+        for k in tl.static_range(BLOCK_T):
+            inside = in_c & (first + k < length)
+            if KEPT:
+                kept = ring + tl.load(slots + row).to(tl.int64) * ring_stride + (first + k) * KEPT
+                tl.store(kept + c, columns[k + REACH], mask=inside)
+                if tl.program_id(2) == 0:
+                    e = C + tl.arange(0, BLOCK_E)
+                    more = (e < KEPT) & (first + k < length)
+                    tl.store(kept + e, tl.load(at + k * x_stride + e, mask=more), mask=more)
+            acc = before
+            for tap in tl.static_range(REACH + 1):
+                acc += columns[k + tap].to(tl.float32) * taps[tap]
+            tl.store(target + k * C, (acc * tl.sigmoid(acc)).to(out.dtype.element_ty), mask=inside)
+        if STATE and MOVE:  # noqa: SIM102, the inner condition is the device's
             if first == 0:
                 i = tl.arange(0, TAPS)
                 newer = length - REACH + i
@@ -107,7 +110,7 @@ def convolve(
     out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
     if count and longest:
         block_t = min(16, triton.next_power_of_2(longest))
-        block_c = min(triton.next_power_of_2(channels), 512 if block_t == 1 else 128)
+        block_c = min(triton.next_power_of_2(channels), 256 if 1 < block_t < 16 else 512)
         grid = (triton.cdiv(longest, block_t), len(ends), triton.cdiv(channels, block_c))
         width = 0 if kept is None else kept.shape[2]
         _convolve[grid](

@@ -151,6 +151,8 @@ def linear(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tenso
 def linear_fp8(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """See ops.linear."""
     rows, dtype = x.flatten(0, -2), dtype or x.dtype
+    if weight.twin is not None and len(rows) > NARROW_ROWS:
+        return product(x, weight.twin, False, dtype)
     matrix, factor = weight.parts["weight"], weight.parts["weight_scale"]
     if not 0 < len(rows) <= FP8_ROWS or x.dtype != torch.bfloat16 or weight.shape[1] % 16:
         wide = torch.empty(weight.shape, dtype=x.dtype, device=x.device)

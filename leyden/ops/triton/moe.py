@@ -16,9 +16,11 @@ from torch import Tensor
 
 from leyden.formats import Weight
 from leyden.ops import fused
+from leyden.ops.triton import grouped
 from leyden.ops.triton.launch import OPTIONS, ahead, arrive, counters, prefetch, prefetch_rows, release, wait
 
 DENSE_ROWS = 16  # up to here no sorting
+TILED_ROWS = 24  # for an expert, on average: from here on bound by arithmetic
 ROUTE_ROWS = 512  # up to here the gate's product is ours
 _WHOLE = 4096  # the longest row that a program of the router holds
 
@@ -654,6 +656,9 @@ def many_rows(
     pairs = count * choices
     order, offsets = listed(ids, total)
     mean = pairs / total
+    if mean > TILED_ROWS and shape is None and grouped.fits(x, up, down):
+        h = grouped.product(grouped.gathered(x, order, choices), up, order, offsets, True)
+        return combined(grouped.product(h, down, order, offsets, False), weights, count, size, 0)
     block_m, block_n, block_k, stages, warps = shape or _grouped_shape(mean)
     h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     done = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
@@ -680,8 +685,10 @@ def listed(ids: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """(choices by expert int32 [P], offsets int32 [E + 1])"""
     pairs = ids.numel()
     if pairs > 4096:
-        chosen, order = ids.flatten().sort(stable=True)
-        bounds = torch.arange(total + 1, device=ids.device)
+        # as bytes, where they are: a third of the time
+        kind = torch.uint8 if total < 256 else torch.int64
+        chosen, order = ids.flatten().to(kind).sort(stable=True)
+        bounds = torch.arange(total + 1, device=ids.device).to(kind)
         return order.int(), torch.searchsorted(chosen, bounds).int()
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     offsets = torch.empty(total + 1, dtype=torch.int32, device=ids.device)

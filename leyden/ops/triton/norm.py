@@ -1,4 +1,4 @@
-"""RMS norms: one program per row, the whole row in registers."""
+"""RMS norms: a program has a whole row in its registers, or whole groups of one."""
 
 import torch
 import triton
@@ -6,6 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from leyden.ops.triton.launch import OPTIONS, release, wait
+
+_MANY_ROWS = 512  # from here on a program takes several groups: enough work to be worth its start, and wider loads
 
 
 @triton.jit
@@ -42,18 +44,19 @@ def _norm(
 
 @triton.jit
 def _gated_norm(
-    y, z, weight, out, y_stride, z_stride, eps, WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
-):
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.arange(0, BLOCK)
-    inside = at < WIDTH
+    y, z, weight, out, y_stride, z_stride, eps,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    group, at = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = (group < GROUPS) & (at < WIDTH)
     channel = group * WIDTH + at
     w = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
     wait()
     release()
     gate = tl.load(z + row * z_stride + channel, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(y + row * y_stride + channel, mask=inside, other=0.0).to(tl.float32) * (gate * tl.sigmoid(gate))
-    scale = tl.rsqrt(tl.sum(g * g) / WIDTH + eps)
+    scale = tl.rsqrt(tl.sum(g * g, 1) / WIDTH + eps)[:, None]
     tl.store(out + row * (WIDTH * GROUPS) + channel, (g * scale * w).to(out.dtype.element_ty), mask=inside)
 
 
@@ -83,9 +86,9 @@ def gated_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) ->
     if count:
         width = size // groups
         block = triton.next_power_of_2(width)
-        grid = (count, groups)
-        _gated_norm[grid](
-            y, z, weight, out, y.stride(0), z.stride(0), eps, width, groups, block, num_warps=4, **OPTIONS
+        each = min(4, triton.next_power_of_2(groups)) if count >= _MANY_ROWS else 1
+        _gated_norm[count, triton.cdiv(groups, each)](
+            y, z, weight, out, y.stride(0), z.stride(0), eps, width, groups, each, block, num_warps=4, **OPTIONS
         )
     return out
 

@@ -1,10 +1,9 @@
 """Products with matrices in NVFP4 (formats/nvfp4.py).
 
 The first product with a matrix brings it into the order of formats/nvfp4.Tiled, in place of the checkpoint's. Few rows
-are multiplied with the codes (packed.py). For many, the matrix is decoded to memory once and multiplied as a dense one:
-with 384 rows for each expert, decoding on the way would be repeated three times and costs as much as writing and
-reading what it gives, and dense products are faster. So are matrices that are not made of whole tiles, and activations
-that are not bfloat16.
+are multiplied with the codes (packed.py), many rows of a stack, too (wide.py). Many rows of one matrix are multiplied
+with it as a dense one: with its twin, if there is one, else it is decoded to memory. So are matrices that are not made
+of whole tiles, and activations that are not bfloat16.
 """
 
 import torch
@@ -15,11 +14,11 @@ from torch import Tensor
 from leyden.formats import Weight
 from leyden.formats.nvfp4 import Tiled, arrange
 from leyden.ops import fused
-from leyden.ops.triton import linear, moe, packed
+from leyden.ops.triton import linear, moe, packed, wide
 from leyden.ops.triton.launch import OPTIONS, release, wait
 
-WIDE_ROWS = 256  # for one matrix
-EXPERT_ROWS = 64  # for one of a stack, on average
+WIDE_ROWS = 256  # for one matrix without a twin
+EXPERT_ROWS = 8  # for one of a stack, on average
 UNSORTED_ROWS = 8  # up to here every chosen expert multiplies all rows
 JOINT_ROWS = 16  # up to here the shared expert is one of the others
 
@@ -63,8 +62,8 @@ def linear_nvfp4(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) ->
     """See ops.linear."""
     dtype = dtype or x.dtype
     rows = x.flatten(0, -2)
-    if not _ready(x.dtype, weight) or not 0 < len(rows) <= WIDE_ROWS:
-        return linear.product(x, decoded(weight), False, dtype)
+    if not _ready(x.dtype, weight) or not 0 < len(rows) <= _most(weight):
+        return linear.product(x, _whole(weight), False, dtype)
     out = torch.empty(len(rows), weight.shape[0], dtype=dtype, device=x.device)
     packed.product(packed.aligned(rows), weight, out, len(rows))
     return out.view(*x.shape[:-1], -1)
@@ -82,8 +81,8 @@ def add_norm_linear_nvfp4(
 def mlp_nvfp4(x: Tensor, up: Weight, down: Weight) -> Tensor:
     """See ops.mlp."""
     rows = x.flatten(0, -2)
-    if not _ready(x.dtype, up, down) or not 0 < len(rows) <= WIDE_ROWS:
-        return linear.product(linear.product(x, decoded(up), True, x.dtype), decoded(down), False, x.dtype)
+    if not _ready(x.dtype, up, down) or not 0 < len(rows) <= _most(up, down):
+        return linear.product(linear.product(x, _whole(up), True, x.dtype), _whole(down), False, x.dtype)
     out = torch.empty(len(rows), down.shape[0], dtype=x.dtype, device=x.device)
     _mlp(packed.aligned(rows), up, down, out)
     return out.view(*x.shape[:-1], -1)
@@ -91,8 +90,13 @@ def mlp_nvfp4(x: Tensor, up: Weight, down: Weight) -> Tensor:
 
 def experts_nvfp4(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight) -> Tensor:
     """See ops.experts."""
-    if not _ready(x.dtype, up, down) or not 0 < ids.numel() <= EXPERT_ROWS * up.shape[0]:
-        return _many(x, ids, weights, up, down)
+    if len(x) == 0:
+        return x.new_empty(0, down.shape[1])
+    if not _ready(x.dtype, up, down):
+        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+        return moe.many_rows(x, ids, weights, decoded(up), decoded(down))
+    if ids.numel() > EXPERT_ROWS * up.shape[0]:
+        return _many(x, ids.contiguous(), weights.contiguous(), up, down)
     return _few(x, ids, weights, up, down, None, None)
 
 
@@ -100,44 +104,54 @@ def moe_nvfp4(
     x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, shared_up: Weight, shared_down: Weight
 ) -> Tensor:
     """See ops.moe."""
-    ready = _ready(x.dtype, up, down, shared_up, shared_down)
-    if ready and 0 < len(x) <= WIDE_ROWS and ids.numel() <= EXPERT_ROWS * up.shape[0]:
+    few = 0 < len(x) <= JOINT_ROWS and ids.numel() <= EXPERT_ROWS * up.shape[0]
+    if few and shared_up.shape[0] % up.shape[1] == 0 and _ready(x.dtype, up, down, shared_up, shared_down):
         return _few(x, ids, weights, up, down, shared_up, shared_down)
-    routed = experts_nvfp4(x, ids, weights, up, down) if ready else _many(x, ids, weights, up, down)
-    hidden = linear.product(x, decoded(shared_up), True, x.dtype)
-    return routed + linear.product(hidden, decoded(shared_down), False, x.dtype)
+    routed = experts_nvfp4(x, ids, weights, up, down)
+    if len(x) > _most(shared_up, shared_down):
+        hidden = linear.product(x, _whole(shared_up), True, x.dtype)
+        return routed.addmm_(hidden, _whole(shared_down).t())
+    return routed + mlp_nvfp4(x, shared_up, shared_down)
 
 
 def _many(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight) -> Tensor:
-    if len(x) == 0:
-        return x.new_empty(0, down.shape[1])
-    return moe.many_rows(x.contiguous(), ids.contiguous(), weights.contiguous(), decoded(up), decoded(down))
+    (count, choices), (total, inner, _), size = ids.shape, up.shape, down.shape[1]
+    lists = moe.listed(ids, total)
+    h = torch.empty(count * choices, inner, dtype=x.dtype, device=x.device)
+    done = torch.empty(count * choices, size, dtype=x.dtype, device=x.device)
+    wide.product(wide.ordered(x), up, h, True, choices, lists)
+    wide.product(wide.ordered(h), down, done, False, choices, lists)
+    return moe.combined(done, weights, count, size, 0)
+
+
+def _most(*matrices: Weight) -> int:
+    """Rows up to which codes are multiplied with."""
+    return linear.NARROW_ROWS if all(weight.twin is not None for weight in matrices) else WIDE_ROWS
+
+
+def _whole(weight: Weight) -> Tensor:
+    return weight.twin if weight.twin is not None else decoded(weight)
 
 
 def _few(
     x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight,
     shared_up: Weight | None, shared_down: Weight | None,
 ) -> Tensor:  # fmt: skip
+    """The shared expert as some more of the others; up to JOINT_ROWS the second product adds everything up."""
     (count, choices), (total, inner, _), size = ids.shape, up.shape, down.shape[1]
     ids, weights, pairs = ids.contiguous(), weights.contiguous(), count * choices
+    parts = shared_up.shape[0] // inner if shared_up is not None else 0
     x = packed.aligned(x)
-    few, parts = count <= JOINT_ROWS, 0
-    if few and shared_up is not None and shared_up.shape[0] % inner == 0:
-        parts = shared_up.shape[0] // inner
-    apart = shared_up is not None and not parts
     h = torch.empty(pairs + parts * count, inner, dtype=x.dtype, device=x.device)
-    done = torch.empty(pairs + max(parts, apart) * count, size, dtype=x.dtype, device=x.device)
+    done = torch.empty(pairs + parts * count, size, dtype=x.dtype, device=x.device)
     lists, few_ids = (None, ids) if count <= UNSORTED_ROWS else (moe.listed(ids, total), None)
-    with_up, with_down = (shared_up, shared_down) if parts else (None, None)
-    packed.product(x, up, h, count, True, choices, few_ids, lists, with_up, parts, later=with_down)
-    if few and not apart:
-        out = torch.empty(count, size, dtype=x.dtype, device=x.device)
-        packed.product(h, down, done, count, False, choices, few_ids, lists, with_down, parts, weights, out)
-        return out
-    packed.product(h, down, done, count, False, choices, few_ids, lists, with_down, parts)
-    if shared_up is not None and shared_down is not None and apart:
-        _mlp(x, shared_up, shared_down, done[pairs:])
-    return moe.combined(done, weights, count, size, max(parts, apart))
+    packed.product(x, up, h, count, True, choices, few_ids, lists, shared_up, parts, later=shared_down)
+    if count > JOINT_ROWS:
+        packed.product(h, down, done, count, False, choices, few_ids, lists, shared_down, parts)
+        return moe.combined(done, weights, count, size, parts)
+    out = torch.empty(count, size, dtype=x.dtype, device=x.device)
+    packed.product(h, down, done, count, False, choices, few_ids, lists, shared_down, parts, weights, out)
+    return out
 
 
 def _mlp(x: Tensor, up: Weight, down: Weight, out: Tensor) -> None:

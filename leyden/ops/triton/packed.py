@@ -434,9 +434,13 @@ def product(
         max(1, round(rows / (8 * how.groups))),
     )
     arrived = counters(x.device, grid[0]) if joined is not None else None
-    chunks = triton.cdiv(k, 64)  # of each tile; each is 64 times 16 codes and, with 4 bits, their scales
-    each = 576 if bits == 4 else 1024
-    asked = ahead(chunks * each * how.tiles * bands, prod(grid), how.warps) // (each * how.tiles * bands)
+    asked = asked_later = 0
+    if count <= FEW:
+        # what a program reads of 64 columns: codes and, with 4 bits, scales
+        each, programs = how.tiles * bands * (576 if bits == 4 else 1024), prod(grid)
+        asked = ahead(triton.cdiv(k, 64) * each, programs, how.warps) // each
+        if later:
+            asked_later = shares(prod(later.shape) // 2, min(programs, 4 * MULTIPROCESSORS), how.warps)
     later_codes, later_scales, _ = stored(later) if later else (None, None, None)
     residual, norm, summed, eps = added or (None, None, None, 0.0)
     hidden = torch.empty_like(x) if added else None
@@ -444,8 +448,7 @@ def product(
         x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
         scores, joined, arrived, later_codes, later_scales, residual, norm, hidden, summed, eps,
         count, size, x.stride(0), k, bits, choices, parts, up, not (routed and up),
-        how.tiles, how.groups, how.split, 32 * how.warps, how.depth, asked if count <= FEW else 0,
-        shares(prod(later.shape) // 2, min(prod(grid), 4 * MULTIPROCESSORS), how.warps) if later else 0,
+        how.tiles, how.groups, how.split, 32 * how.warps, how.depth, asked, asked_later,
         count == 1, triton.next_power_of_2(count * choices) if count <= FEW else 1,
         num_warps=how.warps, **OPTIONS,
     )  # fmt: skip

@@ -55,7 +55,7 @@ def rows(device: str, past: list[int], lens: list[int] | None = None, page: int 
 
 
 @pytest.mark.parametrize("size", [24, 64])
-def test_norms(draw, size: int):
+def test_norms(draw, monkeypatch, size: int):
     x, residual, z, w = draw(5, size), draw(5, size), draw(5, 2 * size)[:, size:], draw(size)
     close(norm.rms_norm(x, w, 1e-5), reference_norm.rms_norm(x, w, 1e-5))
     for got, wanted in zip(
@@ -63,6 +63,9 @@ def test_norms(draw, size: int):
     ):
         close(got, wanted)
     close(norm.gated_norm(x, z, w, 4, 1e-5), reference_norm.gated_norm(x, z, w, 4, 1e-5))
+    monkeypatch.setattr(norm, "_MANY_ROWS", 1)
+    for groups in (6, 4) if size == 24 else (4, 8):
+        close(norm.gated_norm(x, z, w, groups, 1e-5), reference_norm.gated_norm(x, z, w, groups, 1e-5))
 
 
 @pytest.mark.parametrize("count", [1, 3, 20])
@@ -280,31 +283,94 @@ def step_inputs(draw, device: str, heads: int, groups: int, dim: int, n: int, le
     return arguments, window, ssm_state, batch
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_ssd_scan(draw, device: str, dtype: torch.dtype):
-    """Rows shorter than a chunk, of whole chunks, and longer; one of them starts from nothing."""
+WALKS = (16, 2, 4, 255), (32, 1, 4, 255)
+SCANS = {  # of rows of up to 35 tokens
+    "one segment": scan.Shape(64, 16, *WALKS),
+    "segments of one chunk": scan.Shape(16, 16, *reversed(WALKS)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter cannot multiply BF16
+@pytest.mark.parametrize("shape", SCANS.values(), ids=SCANS)
+def test_ssd_scan(draw, device: str, dtype: torch.dtype, shape: scan.Shape):
+    """Rows shorter than a chunk, of whole chunks, and longer, in one segment and more; one starts from nothing."""
     heads, groups, dim, n = 4, 2, 24, 12
-    batch = rows(device, past=[0, 5, 2], lens=[5, 32, 35])
+    batch = rows(device, past=[0, 5, 2], lens=[5, 16, 35])
     tokens = batch.tokens
     mixed = draw(tokens, heads * dim + 2 * groups * n).to(dtype)
     x, B, C = mixed.split([heads * dim, groups * n, groups * n], dim=-1)
     x, B, C = x.unflatten(1, (heads, dim)), B.unflatten(1, (groups, n)), C.unflatten(1, (groups, n))
     dt = draw(tokens, heads + 3)[:, 3:].to(dtype)
     recurrence = (draw(heads), draw(heads), draw(heads), (1e-3, float("inf")), 16)
-    state = draw(5, heads, dim, n)
-    wanted_state = state.clone()
-    for shape in ((16, 16, 2, 4), (32, 32, 1, 4)):
-        got_state = state.clone()
-        got = scan.ssd_scan(x, dt, B, C, *recurrence, got_state, batch, shape)
-        exact = (t.float() for t in (x, dt, B, C))
-        wanted = reference_mamba.ssd_scan(*exact, *recurrence, wanted_state.copy_(state), batch)
-        off = 2e-5 if dtype == torch.float32 else 2e-3
-        assert (got.float() - wanted).norm() < off * wanted.norm()
-        close(got_state, wanted_state, atol=20 * off, rtol=20 * off)
-    batch.past.zero_()
-    got = scan.ssd_scan(x, dt, B, C, *recurrence, None, batch, (16, 32, 1, 4))
-    wanted = reference_mamba.ssd_scan(*(t.float() for t in (x, dt, B, C)), *recurrence, None, batch)
+    state = draw(5, heads, dim, n).to(torch.float16 if dtype == torch.float16 else torch.float32)
+    exact = [t.float() for t in (x, dt, B, C)]
+    wanted_state = state.float().clone()
+    wanted = reference_mamba.ssd_scan(*exact, *recurrence, wanted_state, batch)
+    wanted_state = wanted_state.to(state.dtype)
+    off = 2e-5 if dtype == torch.float32 else 2e-3
+    got = scan.ssd_scan(x, dt, B, C, *recurrence, state, batch, shape)
     assert (got.float() - wanted).norm() < off * wanted.norm()
+    close(state, wanted_state, atol=20 * off, rtol=20 * off)
+    batch.past.zero_()
+    wanted = reference_mamba.ssd_scan(*exact, *recurrence, None, batch)
+    got = scan.ssd_scan(x, dt, B, C, *recurrence, None, batch, shape)
+    assert (got.float() - wanted).norm() < off * wanted.norm()
+
+
+@pytest.mark.parametrize("segment", [16, 32])
+def test_segments_of_unequal_rows(draw, device: str, segment: int):
+    """The last segment of a row may be full or not, and one row may have many where others have one."""
+    batch = rows(device, past=[0, 5, 2], lens=[1, 81, 64])
+    x, B, C, dt = draw(146, 3, 8), draw(146, 1, 8), draw(146, 1, 8), draw(146, 3)
+    recurrence = (draw(3), draw(3), draw(3), (1e-3, float("inf")), 16)
+    got_state = draw(5, 3, 8, 8)
+    wanted_state = got_state.clone()
+    wanted = reference_mamba.ssd_scan(x, dt, B, C, *recurrence, wanted_state, batch)
+    got = scan.ssd_scan(x, dt, B, C, *recurrence, got_state, batch, scan.Shape(segment, 16))
+    assert (got - wanted).norm() < 2e-5 * wanted.norm()
+    close(got_state, wanted_state)
+
+
+def test_ssd_scan_of_extremes(draw, device: str):
+    """Time steps of zero, states that are gone within a token or stay: logs of decays in the thousands, no infinity."""
+    batch = rows(device, past=[3], lens=[50])
+    x, B, C = draw(50, 3, 8), draw(50, 1, 8), draw(50, 1, 8)
+    dt, A_log = draw(50, 3, scale=100.0), torch.tensor([-20.0, 0.0, 2.0], device=device)
+    recurrence = (A_log, draw(3), draw(3), (0.0, float("inf")), 16)
+    got_state = draw(4, 3, 8, 8)
+    wanted_state = got_state.clone()
+    wanted = reference_mamba.ssd_scan(x, dt, B, C, *recurrence, wanted_state, batch)
+    got = scan.ssd_scan(x, dt, B, C, *recurrence, got_state, batch, scan.Shape(16, 16))
+    assert (got - wanted).norm() < 1e-4 * wanted.norm()
+    assert (got_state - wanted_state).norm() < 1e-4 * wanted_state.norm()
+
+
+@pytest.mark.parametrize("lens", [[1], [256], [257], [8192], [40_000], [700, 64, 2000], [128] * 64, [1] * 70 + [9000]])
+def test_segments_of_a_scan_are_enough_and_their_states_small(monkeypatch, lens: list[int]):
+    """Programs for every multiprocessor if a row is long enough for that, and never many more states than programs."""
+    grids = {}
+
+    class Launched:
+        def __init__(self, name: str):
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, int, int]):
+            return lambda *arguments, **options: grids.setdefault(self.name, (grid, arguments))
+
+    for name in ("_chunks", "_states", "_pass", "_scan"):
+        monkeypatch.setattr(scan, name, Launched(name))
+    tokens = sum(lens)
+    x, B = torch.empty(tokens, 64, 64, device="meta"), torch.empty(tokens, 8, 128, device="meta")
+    dt, heads = torch.empty(tokens, 64, device="meta"), torch.empty(64, device="meta")
+    batch = Rows(tuple(lens), *(torch.empty(len(lens) + 1, device="meta") for _ in range(3)))
+    state = torch.empty(2, 64, 64, 128, device="meta")
+    scan.ssd_scan(x, dt, B, B, heads, heads, heads, (0.0, 1.0), 128, state, batch)
+    programs, segments, _ = grids["_scan"][0]
+    assert programs * segments >= (512 if max(lens) > 2000 else 64)
+    assert ("_states" in grids) == ("_pass" in grids) == (segments > 1) == (max(lens) > 256)
+    if segments > 1:
+        states = grids["_states"][1][3]
+        assert states.numel() <= 2 * (1024 + 64) * 64 * 128
 
 
 @pytest.mark.parametrize("lens", [None, [3, 1, 17, 9], [4, 1, 3, 2]])

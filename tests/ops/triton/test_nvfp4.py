@@ -11,7 +11,7 @@ from leyden.formats.nvfp4 import NVFP4, Tiled, arrange
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch on CUDA; elsewhere install the dev extra")
 
-from leyden.ops.triton import linear, nvfp4, packed  # noqa: E402
+from leyden.ops.triton import linear, moe, nvfp4, packed, wide  # noqa: E402
 
 # Where activations are bfloat16 between two products: the interpreter cuts values off where they are to be rounded.
 BOUND = 8e-3 if torch.cuda.is_available() else 3e-2
@@ -108,6 +108,49 @@ def test_moe(device: str, count: int, joint: int, shared: int, monkeypatch: pyte
     assert off(nvfp4.moe_nvfp4(x, ids, weights, up, down, shared_up, shared_down).cpu(), wanted) < BOUND
     if shared == 192 or count == 1:
         assert off(nvfp4.experts_nvfp4(x, ids, weights, up, down).cpu(), routed) < BOUND
+
+
+@pytest.mark.parametrize("shape", [(16, 64, 2, 4), (32, 64, 1, 4), (64, 128, 2, 8)])
+def test_many_rows_of_a_stack(device: str, shape: tuple[int, int, int, int]):
+    """Matrices that many rows chose, few and none; more tiles than rows, and rows that are left over."""
+    up, down, choices = stored(device, 4, 96, 192), stored(device, 4, 48, 64), 3
+    ids = torch.tensor([[0, 1, 3]] * 33 + [[0, 3, 3]] * 7 + [[3, 0, 0]], device=device)
+    x, h = random(device, len(ids), 192) / 1e3, random(device, ids.numel(), 64) / 1e3
+    lists = order, offsets = moe.listed(ids, 4)
+    hidden = torch.empty(ids.numel(), 96, device=device)
+    assert arrange(up) and arrange(down)
+    wide.product(wide.ordered(x), up, hidden, True, choices, lists, shape)
+    made = torch.empty(ids.numel(), 48, device=device)
+    wide.product(wide.ordered(h), down, made, False, choices, lists, shape)
+    for e in range(4):
+        some = slice(int(offsets[e]), int(offsets[e + 1]))
+        wanted = (x[order[some] // choices].double() @ exact(up)[e].t()).relu().square()
+        assert len(wanted) == 0 or off(hidden[some], wanted) < 1e-6
+        assert len(wanted) == 0 or off(made[order[some]], h[some].double() @ exact(down)[e].t()) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_many_rows(device: str, rows: int, monkeypatch: pytest.MonkeyPatch):
+    """Experts by lists, and the shared expert by its twins."""
+    monkeypatch.setattr(nvfp4, "EXPERT_ROWS", rows)
+    monkeypatch.setattr(nvfp4.linear, "NARROW_ROWS", 2)
+    up, down = stored(device, 3, 64, 128), stored(device, 3, 64, 64)
+    shared_up, shared_down = stored(device, 64, 128), stored(device, 64, 64)
+    generator = torch.Generator().manual_seed(2)
+    x = random(device, 5, 128) / 1e3
+    ids = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(5)]).to(device)
+    weights = torch.rand(5, 2, generator=generator).to(device)
+    before = nvfp4.moe_nvfp4(x, ids, weights, up, down, shared_up, shared_down)
+    for weight in (shared_up, shared_down):
+        weight.twin = weight.dense()
+        assert arrange(weight) and weight.twin is not None
+    after = nvfp4.moe_nvfp4(x, ids, weights, up, down, shared_up, shared_down)
+    wide = [Weight(*w.shape, dtype=torch.float32).requires_grad_(False) for w in (up, down, shared_up, shared_down)]
+    for one, other in zip(wide, (up, down, shared_up, shared_down), strict=True):
+        one.parts["weight"].copy_(exact(other))
+    with ops.using("reference"):
+        wanted = ops.moe(x.float().cpu(), ids.cpu(), weights.cpu(), *(w.cpu() for w in wide))
+    assert off(before.cpu(), wanted) < BOUND and off(after.cpu(), wanted) < BOUND
 
 
 def test_decoding_is_exact(device: str):

@@ -1,0 +1,139 @@
+"""Products of many rows with a stack of matrices, for prompts: bound by the tensor cores.
+
+The rows of each matrix lie side by side, in 16 bits. A program makes one tile of one matrix' product, 128 or, where no
+more are left, 64 of its rows; tiles of x and of the matrix come by the hardware's tile copies (TMA). Tiles that share a
+part of the matrix run at the same time, so that the second finds it in the L2 cache.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from leyden.ops.triton.launch import HOPPER, INTERPRETED, OPTIONS, release, wait
+
+_INTERPRETED = tl.constexpr(INTERPRETED)  # where the product of bfloat16 is one of integers
+
+
+@triton.jit
+def _gather(x, order, out, x_stride, K: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = x[order[i] // CHOICES]"""
+    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    wait()
+    release()
+    source = tl.load(order + row).to(tl.int64) // CHOICES
+    tl.store(out + row * K + k, tl.load(x + source * x_stride + k, mask=k < K), mask=k < K)
+
+
+@triton.jit
+def _tile(
+    x, matrix, out, order, row, end, n, place,
+    K: tl.constexpr, N: tl.constexpr, UP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        left, right = x.load([row, k]), matrix.load([place, k])
+        if _INTERPRETED:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        acc = tl.dot(left, right.T, acc)
+    at, own = row + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
+    inside = at < end
+    made = acc.to(out.dtype.element_ty)
+    if UP:  # rounded as the reference rounds: after the product and after the square
+        made = tl.maximum(made.to(tl.float32), 0.0)
+        made = (made * made).to(out.dtype.element_ty)
+        target = at.to(tl.int64)
+    else:
+        target = tl.load(order + at, mask=inside, other=0).to(tl.int64)
+    tl.store(out + target[:, None] * N + own[None, :], made, mask=inside[:, None] & (own < N)[None, :])
+
+
+@triton.jit
+def _grouped(
+    x, half, matrix, rest, out, order, offsets,
+    K: tl.constexpr, N: tl.constexpr, E: tl.constexpr, UP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """half, rest: x and the matrices again, in tiles of half as many rows, and of REST columns: the last ones.
+
+    UP writes relu^2 to row i; otherwise row i goes to row order[i].
+    """
+    WHOLE: tl.constexpr = N // BLOCK_N
+    TILES: tl.constexpr = WHOLE + (1 if REST else 0)
+    e = tl.arange(0, BLOCK_E)
+    wait()
+    release()
+    begins = tl.load(offsets + e, mask=e < E, other=0)
+    ends = tl.load(offsets + e + 1, mask=e < E, other=0)
+    blocks = (ends - begins + BLOCK_M - 1) // BLOCK_M
+    behind = tl.cumsum(blocks, 0) * TILES
+    pid = tl.program_id(0)
+    expert = tl.sum((behind <= pid).to(tl.int32), 0)
+    if expert < E:
+        mine = e == expert
+        first, end = tl.sum(tl.where(mine, begins, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
+        count = tl.sum(tl.where(mine, blocks, 0), 0)
+        place = pid - (tl.sum(tl.where(mine, behind, 0), 0) - count * TILES)
+        row, column = first + place % count * BLOCK_M, place // count
+        n = column * BLOCK_N
+        short = end - row <= BLOCK_M // 2
+        if column < WHOLE:
+            if short:
+                _tile(
+                    half, matrix, out, order, row, end, n, expert * N + n,
+                    K, N, UP, BLOCK_M // 2, BLOCK_N, BLOCK_K, STAGES,
+                )  # fmt: skip
+            else:
+                _tile(
+                    x, matrix, out, order, row, end, n, expert * N + n, K, N, UP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
+                )  # fmt: skip
+        elif REST:
+            _tile(x, rest, out, order, row, end, n, expert * N + n, K, N, UP, BLOCK_M, REST, BLOCK_K, STAGES)
+
+
+def fits(x: Tensor, *matrices: Tensor) -> bool:
+    """Whether the kernels can do it: on Hopper and later, in 16 bits, rows of whole 16 bytes."""
+    half = x.dtype in (torch.bfloat16, torch.float16) and all(matrix.dtype == x.dtype for matrix in matrices)
+    return HOPPER and half and all(matrix.shape[-1] % 8 == 0 and matrix.is_contiguous() for matrix in matrices)
+
+
+def gathered(x: Tensor, order: Tensor, choices: int) -> Tensor:
+    """x [T, K], order int32 [P] -> x[order // choices], [P, K]"""
+    rows, k = len(order), x.shape[1]
+    out = torch.empty(rows, k, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(k)
+    _gather[(rows,)](x, order, out, x.stride(0), k, choices, block, num_warps=4, **OPTIONS)
+    return out
+
+
+def product(
+    x: Tensor,
+    matrices: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    up: bool,
+    shape: tuple[int, int, int, int, int] = (128, 256, 64, 4, 8),
+) -> Tensor:
+    """Rows offsets[e] to offsets[e + 1] of x [P, K] times matrices [E, N, K]; then relu^2 if `up`, else row i goes to
+    row order[i]. shape: rows of x, rows of a matrix and columns of a tile, stages, warps."""
+    (total, size, k), pairs = matrices.shape, len(x)
+    block_m, block_n, block_k, stages, warps = shape
+    out = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
+    rest = max(16, triton.next_power_of_2(size % block_n)) if size % block_n else 0
+    tiles = size // block_n + (1 if rest else 0)
+
+    def tiled(tensor: Tensor, rows: int) -> Any:
+        return TensorDescriptor.from_tensor(tensor, [rows, block_k])
+
+    flat = matrices.view(total * size, k)
+    _grouped[((pairs // block_m + total) * tiles,)](
+        tiled(x, block_m), tiled(x, block_m // 2), tiled(flat, block_n), tiled(flat, rest or 16), out, order, offsets,
+        k, size, total, up, block_m, block_n, rest, block_k, stages, triton.next_power_of_2(total),
+        num_warps=warps, **OPTIONS,
+    )  # fmt: skip
+    return out

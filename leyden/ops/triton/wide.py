@@ -1,0 +1,158 @@
+"""Products of many rows with a stack of matrices in four bits (formats/nvfp4.Tiled), each with rows of its own.
+
+A tile of the matrix is the left operand of wgmma, the rows that chose it are the right one. Codes are decoded in the
+registers from which wgmma takes them: each weight once for all the rows of the tile, and nothing of it passes through
+shared memory, as the fragments are those of fragments.py. For that the columns of x stand in the order in which
+decoding leaves those of the matrix: `ordered` brings them there.
+
+A program takes one tile of one matrix and BLOCK_M rows, or half as many where no more are left. Programs that share a
+tile of the matrix run at the same time, so that it is read from memory once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leyden.formats import Weight
+from leyden.ops.triton import packed
+from leyden.ops.triton.fragments import ASSEMBLY, four
+from leyden.ops.triton.launch import OPTIONS, complete, release, wait
+
+
+@triton.jit
+def _order(x, out, K: tl.constexpr, BLOCK: tl.constexpr):
+    """One row of x. Of 64 columns of the matrix each of four threads has eight of either half."""
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    k = place % 64
+    source = place // 64 * 64 + k // 32 * 32 + k % 8 // 2 * 8 + k // 8 % 4 * 2 + k % 2
+    wait()
+    release()
+    tl.store(out + row * K + place, tl.load(x + row * K + source, mask=place < K), mask=place < K)
+
+
+@triton.jit
+def _pair(pairs):
+    """int32 -> its two bfloat16, as a last dimension."""
+    low = (pairs & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+
+
+@triton.jit
+def _four_pairs(pairs):
+    """-> [..., even or odd, low bit of the pair's number, high bit]"""
+    return tl.join(tl.join(_pair(pairs[0]), _pair(pairs[1])), tl.join(_pair(pairs[2]), _pair(pairs[3])))
+
+
+@triton.jit
+def _decoded(words, scales, BLOCK_N: tl.constexpr):
+    """[tiles, 32, 4] words of eight codes, (rows g and g + 8) x (halves of 64 columns) -> [BLOCK_N, 64] bfloat16, of
+    which each thread has what it loaded."""
+    halves = tl.permute(tl.reshape(words, (BLOCK_N // 16, 32, 2, 2)), (0, 1, 3, 2))
+    upper, lower = tl.split(halves)
+    w0, w1 = tl.split(upper)
+    w2, w3 = tl.split(lower)
+    first = tl.join(_four_pairs(four(w0, scales, 0)), _four_pairs(four(w1, scales, 1)))
+    second = tl.join(_four_pairs(four(w2, scales, 2)), _four_pairs(four(w3, scales, 3)))
+    both = tl.join(first, second)  # tile, thread, e, low bit, high bit, half, row
+    both = tl.reshape(both, (BLOCK_N // 16, 8, 4, 2, 2, 2, 2, 2))
+    return tl.reshape(tl.permute(both, (0, 7, 1, 6, 5, 4, 2, 3)), (BLOCK_N, 64))
+
+
+@triton.jit
+def _tile(
+    x, codes, scales, factor, out, order, row, end, first, N,
+    K: tl.constexpr, CHOICES: tl.constexpr, UP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows `row` to `end` of x, BLOCK_M at most, times rows of the matrix from `first` on. Beyond either end the last
+    one is taken again, and left out in the end."""
+    m, k = tl.arange(0, BLOCK_M), tl.arange(0, 64)
+    at = tl.minimum(row + m, end - 1)
+    listed = tl.load(order + at)
+    right = x + (listed // CHOICES if UP else at).to(tl.int64)[None, :] * K + k[:, None]
+    band, thread, word = tl.arange(0, BLOCK_N // 16), tl.arange(0, 32), tl.arange(0, 4)
+    place = tl.minimum(first // 16 + band, N // 16 - 1) * (K // 64)
+    left = codes + place[:, None, None] * 128 + (thread[:, None] * 4 + word[None, :])[None, :, :]
+    scale = scales + place[:, None] * 16 + (thread // 4 * 2 + thread % 4 // 2)[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for chunk in tl.range(0, K // 64, num_stages=STAGES):
+        w = _decoded(tl.load(left + chunk * 128), tl.load(scale + chunk * 16), BLOCK_N)
+        value = tl.load(right + chunk * 64)
+        if not ASSEMBLY:  # the interpreter multiplies bfloat16 as integers
+            w, value = w.to(tl.float32), value.to(tl.float32)
+        acc = complete(tl.dot(w, value, acc))
+    acc *= factor
+    if UP:  # rounded as the reference rounds: after the product and after the square
+        acc = tl.maximum(acc.to(out.dtype.element_ty).to(tl.float32), 0.0)
+        acc *= acc
+    n = first + tl.arange(0, BLOCK_N)
+    target = (row + m if UP else listed).to(tl.int64)
+    inside = (row + m < end)[:, None] & (n < N)[None, :]
+    tl.store(out + target[:, None] * N + n[None, :], tl.trans(acc.to(out.dtype.element_ty)), mask=inside)
+
+
+@triton.jit
+def _product(
+    x, codes, scales, whole, out, order, offsets, N,
+    K: tl.constexpr, E: tl.constexpr, CHOICES: tl.constexpr, UP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """UP reads row order[i] // CHOICES and writes relu^2 to row i; otherwise row i is read and row order[i] written."""
+    tiles = (N + BLOCK_N - 1) // BLOCK_N
+    e = tl.arange(0, BLOCK_E)
+    wait()
+    release()
+    begins, ends = tl.load(offsets + e, mask=e < E, other=0), tl.load(offsets + e + 1, mask=e < E, other=0)
+    blocks = (ends - begins + BLOCK_M - 1) // BLOCK_M
+    behind = tl.cumsum(blocks, 0) * tiles
+    pid = tl.program_id(0)
+    expert = tl.sum((behind <= pid).to(tl.int32), 0)
+    if expert < E:  # there are as many programs as there may be tiles
+        mine = e == expert
+        row, end = tl.sum(tl.where(mine, begins, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
+        count = tl.sum(tl.where(mine, blocks, 0), 0)
+        place = pid - (tl.sum(tl.where(mine, behind, 0), 0) - count * tiles)
+        row += place % count * BLOCK_M
+        first = place // count * BLOCK_N
+        codes += expert.to(tl.int64) * (N * K // 8)
+        scales += expert.to(tl.int64) * (N * K // 64)
+        factor = tl.load(whole + expert) * 128.0
+        if BLOCK_M == 16 or end - row > BLOCK_M // 2:
+            _tile(
+                x, codes, scales, factor, out, order, row, end, first, N, K, CHOICES, UP, BLOCK_M, BLOCK_N, STAGES
+            )  # fmt: skip
+        else:
+            _tile(
+                x, codes, scales, factor, out, order, row, end, first, N, K, CHOICES, UP, BLOCK_M // 2, BLOCK_N, STAGES
+            )  # fmt: skip
+
+
+def ordered(x: Tensor) -> Tensor:
+    """x [M, K], its columns in the order of decoding."""
+    x, k = x.contiguous(), x.shape[1]
+    out = torch.empty_like(x)
+    _order[(len(x),)](x, out, k, triton.next_power_of_2(k), num_warps=4, **OPTIONS)
+    return out
+
+
+def product(
+    x: Tensor,
+    weight: Weight,
+    out: Tensor,
+    up: bool,
+    choices: int,
+    lists: tuple[Tensor, Tensor],
+    shape: tuple[int, int, int, int] | None = None,
+) -> None:
+    """x, bfloat16 and ordered(), times `weight` [E, N, K] by the `lists` of moe.listed(): with `up` x [T, K] to rows of
+    `out` [P, N] in the lists' order, relu^2; otherwise x [P, K] in that order to rows of each choice. shape: rows of x
+    and of the matrix in a tile, stages, warps."""
+    (total, size, k), pairs = weight.shape, len(out)
+    codes, scales, whole = packed.stored(weight)
+    block_m, block_n, stages, warps = shape or ((32, 64, 5, 4) if pairs <= 32 * total else (128, 128, 4, 8))
+    blocks = pairs // block_m + total
+    _product[(blocks * triton.cdiv(size, block_n),)](
+        x, codes, scales, whole, out, *lists, size, k, total, choices, up, block_m, block_n, stages,
+        triton.next_power_of_2(total), num_warps=warps, **OPTIONS,
+    )  # fmt: skip
