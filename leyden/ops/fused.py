@@ -23,6 +23,12 @@ def qkv_write(
     return queries
 
 
+def add_norm_linear(x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Weight) -> tuple[Tensor, Tensor]:
+    """(product of the norm of the sum with weight [N, H], [T, N]; the sum [T, H])."""
+    hidden, total = ops.add_rms_norm(x, residual, norm, eps)
+    return ops.linear(hidden, weight), total
+
+
 def add_norm_route(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, gate: Tensor, bias: Tensor, *options: int | bool | float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1056,8 +1056,9 @@ def few_bits(count: int) -> list[tuple[str, list[Callable[[], object]], float]]:
         for m, ids in zip(experts, drawn, strict=True):
             pair, shared = (m.experts.up_proj, m.shared_experts.up_proj) if is_up else (
                 m.experts.down_proj, m.shared_experts.down_proj)  # fmt: skip
-            lists = None if count == 1 else moe.listed(ids, EXPERTS)
-            runs.append(partial(packed.product, source, pair, out, count, is_up, CHOICES, ids if count == 1 else None,
+            few = count <= nvfp4.UNSORTED_ROWS
+            lists = None if few else moe.listed(ids, EXPERTS)
+            runs.append(partial(packed.product, source, pair, out, count, is_up, CHOICES, ids if few else None,
                                 lists, shared if joined else None, joined))  # fmt: skip
             arrange(pair)
             arrange(shared)
@@ -1068,12 +1069,6 @@ def few_bits(count: int) -> list[tuple[str, list[Callable[[], object]], float]]:
     made.append((f"nvfp4 head M={count}", [partial(ops.linear, x, head, torch.float32)] * 4, VOCABULARY * H * 9 / 16))
     made.append((f"fp8 in_proj M={count}", [partial(ops.linear, x, m.in_proj) for m in mamba], PROJECTED * H))
     made.append((f"fp8 out_proj M={count}", [partial(ops.linear, inner, m.out_proj) for m in mamba], INNER * H))
-    if count == 1:  # what more rows take
-        p = torch.empty(1, PROJECTED, dtype=BF, device="cuda")
-        runs = [partial(packed.product, x, m.in_proj, p, 1) for m in mamba]
-        made.append(("fp8 in_proj M=1 by fragments", runs, PROJECTED * H))
-        runs = [partial(packed.product, inner, m.out_proj, done, 1) for m in mamba]
-        made.append(("fp8 out_proj M=1 by fragments", runs, INNER * H))
     return made
 
 
@@ -1300,6 +1295,40 @@ def prefill_eight() -> None:
     tried("parts", time_eight)
 
 
+def ahead() -> None:
+    """What it is worth to ask for weights in advance, and to have more of them on their way: whole steps, in turns."""
+
+    def compared(label: str, ways: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
+        for count in (1, 8):
+            made, times = [], [[] for _ in ways]  # type: list[Any], list[list[float]]
+            for megabytes, depth in ways:
+                launch.AHEAD, packed.DEPTH = megabytes << 20, depth
+                step = Step(count, ssm_dtype=dtype)
+                made.append((graph(step), step))
+                if label != "bf16":
+                    say(f"  {megabytes} MB, depth {depth}:")
+                    for name, runs, size in few_bits(count):
+                        each(f"{name} ahead {megabytes} MB depth {depth}", runs, size)
+            for _ in range(5):
+                for (one, _step), seen in zip(made, times, strict=True):
+                    seen.append(replay(one, 5, 20, 1))
+            for (megabytes, depth), seen in zip(ways, times, strict=True):
+                ms = sorted(seen)[2]
+                say(f"  B {count} {label}: {megabytes:2d} MB ahead, depth {depth}: {ms:.3f} ms, {count / ms * 1e3:.0f}")
+                record(f"step {count} {label} ahead {megabytes} MB depth {depth}", seen)
+            del made
+            torch.cuda.empty_cache()
+
+    kept = launch.AHEAD, packed.DEPTH
+    try:
+        if MODEL[0].lm_head.format.name == "dense":
+            compared("bf16", [(megabytes, 1) for megabytes in (0, 8, 16, 32)], torch.float32)
+            in_few_bits()
+        compared("few bits", [(0, 1), (0, 3), (16, 3), (32, 3), (32, 2)], torch.float16)
+    finally:
+        launch.AHEAD, packed.DEPTH = kept
+
+
 def tune(seconds: float = 110) -> None:
     """Other ways of cutting the products, while there is time: the most used first; then whole steps with the best."""
     if MODEL[0].lm_head.format.name == "dense":
@@ -1332,8 +1361,6 @@ def tune(seconds: float = 110) -> None:
                 break
             keys.clear()
             results = [(timed(runs), "as chosen")]
-            if not keys:
-                continue  # one row in FP8 goes another way
             key = keys[0]
             groups = min(4, -(-int(key[0]) // 8))
             shapes = [(1, 1, 4, 4), (1, 1, 8, 8), (1, 1, 2, 4), (2, 1, 4, 4), (2, 1, 2, 4), (2, 1, 1, 4)]
@@ -1346,10 +1373,11 @@ def tune(seconds: float = 110) -> None:
             for shape in shapes:
                 if time.monotonic() > ended:
                     break
-                us = timed(runs, packed.Shape(*shape))
+                cut = packed.Shape(*shape, packed.DEPTH if shape[1] == 1 else 1)
+                us = timed(runs, cut)
                 results.append((us, str(shape)))
                 if us < results[0][0] * 0.99 and us == min(results)[0]:
-                    best[key] = packed.Shape(*shape)
+                    best[key] = cut
             for start, module, limit in (("nvfp4 head", nvfp4, "WIDE_ROWS"), ("fp8 in_proj", linear, "FP8_ROWS")):
                 if name.startswith(start) and count >= 32:  # where dense products are faster, decoding included
                     kept = getattr(module, limit)
@@ -1395,7 +1423,7 @@ SECTIONS = {
     "engine": (engine, 80), "guesses": (guesses, 30), "sample": (time_sample, 30),
     "mamba": (time_mamba, 80), "moe": (time_moe, 100), "linear": (time_linear, 80), "pdl": (without_pdl, 30),
     "small": (time_small, 40), "attention": (time_attention, 40), "four": (four, 160), "tune": (tune, 150),
-    "prefill8": (prefill_eight, 120),
+    "ahead": (ahead, 240), "prefill8": (prefill_eight, 120),
     "speculation": (speculate, 150),
 }  # fmt: skip
 USUAL = (

@@ -71,7 +71,7 @@ def compiled(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: 
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     except Exception as error:
         BAD.append(name)
-        print(f"{name} FAILED {error!r} {error.__cause__!r}"[:1500])
+        print(f"{name} FAILED {str(error)[-400:]} {error.__cause__!r}")
         return
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -162,6 +162,10 @@ def products() -> None:
                 under(f"{count} x {size}", linear.linear, x, plain)
             under(f"{count} x {size} fp8", linear.linear_fp8, x, bytes_)
             under(f"{count} x {size} nvfp4", nvfp4.linear_nvfp4, x, four, F32)
+            if count == 1:
+                added = x, x, empty(k), 1e-5
+                under(f"sum and {size} fp8", linear.add_norm_linear_fp8, *added, eight)
+                under(f"sum and {size} nvfp4", nvfp4.add_norm_linear_nvfp4, *added, four)
     gate = empty(128, 2688, dtype=F32), empty(128, dtype=F32)
     shapes = (128, 1856, 2688), (128, 2688, 1856), (3712, 2688), (2688, 3712)
     dense, packed = ([weight(*shape, format=form) for shape in shapes] for form in (None, Tiled(NVFP4())))

@@ -107,6 +107,22 @@ def _grouped(
             )  # fmt: skip
 
 
+@triton.jit
+def _relu_squared(x, SIZE, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wait()
+    release()
+    value = tl.maximum(tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32), 0.0)
+    tl.store(x + at, (value * value).to(x.dtype.element_ty), mask=at < SIZE)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """x, contiguous, which becomes max(x, 0)^2."""
+    if size := x.numel():
+        _relu_squared[(triton.cdiv(size, 4096),)](x, size, 4096, num_warps=4, **OPTIONS)
+    return x
+
+
 def fits(x: Tensor, *matrices: Tensor) -> bool:
     """Whether the kernels can do it: on Hopper and later, in 16 bits, rows of whole 16 bytes."""
     half = x.dtype in (torch.bfloat16, torch.float16) and all(matrix.dtype == x.dtype for matrix in matrices)

@@ -4,6 +4,9 @@ Programmatic dependent launch: a kernel may become resident while the one before
 kernel of the step writes (weights, tables) may be loaded before wait(); everything else after it. Each kernel calls
 wait() exactly once, on every path, and release() only after it: then whatever is two kernels old is complete before
 wait(), too. Nothing is written before wait().
+
+A kernel that waits for one which moves few bytes leaves memory idle. So programs also ask for the weights that they
+will read to be brought into L2, as soon as it is known which those are: see prefetch().
 """
 
 import torch
@@ -16,6 +19,15 @@ HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= 
 PDL = tl.constexpr(HOPPER and not INTERPRETED)  # the interpreter has no inline assembly
 _INTERPRETED = tl.constexpr(INTERPRETED)
 OPTIONS = {"launch_pdl": True} if PDL.value else {}
+
+AHEAD = 32 << 20  # bytes that the programs of a kernel that are there at first may ask for: L2 has 50 MB
+MULTIPROCESSORS = 132
+_RESIDENT = MULTIPROCESSORS * 32  # warps with 64 registers a thread
+
+# The result is nothing; an instruction has to have one.
+_PREFETCH = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
+)
 
 _COUNTERS = 1 << 16
 _counters: dict[torch.device, Tensor] = {}
@@ -36,6 +48,35 @@ def release():
 
 
 @triton.jit
+def prefetch(start, size, asks):
+    """Into L2: `size` bytes from the pointer `start` on, less what is no multiple of 16 at either end, for each thread
+    that asks. Nobody waits for them. Threads of a warp take turns, so it had better be one of each."""
+    if PDL:
+        first = (start.to(tl.int64) + 15) & -16
+        size = (((start.to(tl.int64) + size) & -16) - first).to(tl.int32)
+        tl.inline_asm_elementwise(
+            _PREFETCH, "=r,l,r,r", [first, size, (asks & (size > 0)).to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def prefetch_rows(start, count, stride, size, THREADS: tl.constexpr):
+    """prefetch() of `size` bytes of each of `count` rows, `stride` elements apart; no more rows than threads."""
+    thread = tl.arange(0, THREADS)
+    row = thread // 32 + thread % 32 * (THREADS // 32)
+    prefetch(start + row * stride, size, row < count)
+
+
+@triton.jit
+def prefetch_share(start, total, program, EACH: tl.constexpr, THREADS: tl.constexpr):
+    """prefetch() of this program's share of `total` bytes: EACH for each of its warps."""
+    thread = tl.arange(0, THREADS)
+    at = (program * (THREADS // 32) + thread // 32) * EACH
+    prefetch(start.to(tl.pointer_type(tl.int8)) + at, tl.minimum(EACH, total - at), thread % 32 == 0)
+
+
+@triton.jit
 def arrive(counter, count):
     """True in the last of `count` programs: it sees what the others wrote before. Leaves the counter at zero."""
     tl.debug_barrier()  # all threads of this program have stored
@@ -53,6 +94,16 @@ def complete(acc):
     if not _INTERPRETED:
         acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
     return acc
+
+
+def ahead(own: int, programs: int, warps: int) -> int:
+    """How many of the `own` bytes of weights that it reads a program may ask for in advance."""
+    return min(own, AHEAD // max(1, min(programs, _RESIDENT // warps)))
+
+
+def shares(total: int, programs: int, warps: int) -> int:
+    """The bytes for each warp, where `programs` ask for all of `total`, if that is not too much."""
+    return triton.cdiv(total, 128 * programs * warps) * 128 if total <= AHEAD else 0
 
 
 def counters(device: torch.device, count: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 One row runs on the CUDA cores (a matrix-vector product with the matrix in registers), up to 16 on the tensor cores with
 the matrix as the left operand, straight from shared memory. More rows are cuBLAS's. A matrix in FP8 with one scale
-(formats/fp8.py) goes the first way for one row and through packed.py for more; the scale comes last.
+(formats/fp8.py) goes through packed.py.
 """
 
 import torch
@@ -12,8 +12,21 @@ import triton.language as tl
 from torch import Tensor
 
 from leyden.formats import Weight
+from leyden.ops import fused
 from leyden.ops.triton import packed
-from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
+from leyden.ops.triton.grouped import relu_squared
+from leyden.ops.triton.launch import (
+    MULTIPROCESSORS,
+    OPTIONS,
+    ahead,
+    arrive,
+    counters,
+    prefetch_rows,
+    prefetch_share,
+    release,
+    shares,
+    wait,
+)
 
 FP8_ROWS = 256  # up to here FP8 matrices are read as they are
 NARROW_ROWS = 16  # up to here _narrow; cuBLAS is faster from 32 on
@@ -31,15 +44,20 @@ def _embed(tokens, weight, out, H: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _vector(
-    x, weight, factor, out, N,
+    x, weight, out, N,
     K: tl.constexpr, SQUARE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    THREADS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = sum_k x[k] W[n, k]; with SQUARE relu(.)^2. The next tile of W is always on its way."""
+    """out[n] = sum_k x[k] W[n, k]; with SQUARE relu(.)^2. The next tile of W is always on its way. AHEAD: bytes that
+    each warp of the first programs asks for; together all of W."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     tile = weight + n.to(tl.int64)[:, None] * K + k[None, :]
     in_n = (n < N)[:, None]
     w = tl.load(tile, mask=in_n & (k < K)[None, :], other=0.0)
+    if AHEAD > 0:
+        total = N * (K * (weight.dtype.element_ty.primitive_bitwidth // 8))
+        prefetch_share(weight, total, tl.program_id(0), AHEAD, THREADS)
     wait()
     release()
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
@@ -49,8 +67,6 @@ def _vector(
         acc += value[None, :] * w.to(tl.float32)
         w = following
     total = tl.sum(acc, 1)
-    if factor is not None:
-        total *= tl.load(factor)
     if SQUARE:
         total = tl.maximum(total.to(out.dtype.element_ty).to(tl.float32), 0.0)
         total *= total
@@ -72,6 +88,7 @@ def _narrow(
     x, weight, out, partial, arrived, M, N, x_stride,
     K: tl.constexpr, SQUARE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    THREADS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The same on tensor cores; SPLITS programs share K and the last of them adds the parts, in their order."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -80,6 +97,10 @@ def _narrow(
     SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     first = split * SHARE
     k = first + tl.arange(0, BLOCK_K)
+    if AHEAD > 0:
+        top = tl.program_id(0) * BLOCK_N
+        size = tl.minimum(AHEAD, (K - first) * (weight.dtype.element_ty.primitive_bitwidth // 8))
+        prefetch_rows(weight + top.to(tl.int64) * K + first, tl.minimum(BLOCK_N, N - top), K, size, THREADS)
     wait()
     release()
     left = weight + n.to(tl.int64)[:, None] * K + k[None, :]
@@ -113,22 +134,6 @@ def _finish(acc, out, m, n, M, N, SQUARE: tl.constexpr):
     tl.store(out + m[:, None] * N + n[None, :], tl.trans(acc).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _relu_squared(x, SIZE, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    wait()
-    release()
-    value = tl.maximum(tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32), 0.0)
-    tl.store(x + at, (value * value).to(x.dtype.element_ty), mask=at < SIZE)
-
-
-def relu_squared(x: Tensor) -> Tensor:
-    """x, contiguous, which becomes max(x, 0)^2."""
-    if size := x.numel():
-        _relu_squared[(triton.cdiv(size, 4096),)](x, size, 4096, num_warps=4, **OPTIONS)
-    return x
-
-
 def embed(tokens: Tensor, weight: Weight) -> Tensor:
     """See ops.embed."""
     matrix = weight.dense()
@@ -154,13 +159,16 @@ def linear_fp8(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> T
         wide = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
         _widen[(triton.cdiv(matrix.numel(), 4096),)](matrix, factor, wide, matrix.numel(), 4096, num_warps=4, **OPTIONS)
         return product(x, wide, False, dtype)
-    rows = packed.aligned(rows)
-    if len(rows) == 1:
-        out = vector(rows, matrix, False, dtype, factor=factor)
-    else:
-        out = torch.empty(len(rows), weight.shape[0], dtype=dtype, device=x.device)
-        packed.product(rows, weight, out, len(rows))
+    out = torch.empty(len(rows), weight.shape[0], dtype=dtype, device=x.device)
+    packed.product(packed.aligned(rows), weight, out, len(rows))
     return out.view(*x.shape[:-1], -1)
+
+
+def add_norm_linear_fp8(x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Weight) -> tuple[Tensor, Tensor]:
+    """See ops.add_norm_linear. Of one row every program makes the norm for itself, which is quicker than to wait."""
+    if len(x) != 1 or x.dtype != torch.bfloat16 or residual.stride(1) != 1 or weight.shape[1] % 16:
+        return fused.add_norm_linear(x, residual, norm, eps, weight)
+    return packed.add_norm_linear(x, residual, norm, eps, weight)
 
 
 def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
@@ -188,14 +196,15 @@ def vector(
     square: bool = False,
     dtype: torch.dtype | None = None,
     shape: tuple[int, int, int] = (4, 2048, 8),
-    factor: Tensor | None = None,
 ) -> Tensor:
-    """x [1, K] @ matrix [N, K]^T, times `factor` [], then relu^2 if `square`; shape: the tile, and its warps."""
+    """x [1, K] @ matrix [N, K]^T, then relu^2 if `square`; shape: the tile, and its warps."""
     size, k = matrix.shape
     block_n, block_k, warps = shape
     out = torch.empty(1, size, dtype=dtype or x.dtype, device=x.device)
-    _vector[(triton.cdiv(size, block_n),)](
-        x, matrix, factor, out, size, k, square, block_n, block_k, num_warps=warps, **OPTIONS
+    programs = triton.cdiv(size, block_n)
+    asked = shares(size * k * matrix.itemsize, min(programs, MULTIPROCESSORS), warps)
+    _vector[(programs,)](
+        x, matrix, out, size, k, square, block_n, block_k, 32 * warps, asked, num_warps=warps, **OPTIONS
     )
     return out
 
@@ -214,9 +223,11 @@ def narrow(
     tiles = triton.cdiv(size, block_n)
     out = torch.empty(count, size, dtype=dtype or x.dtype, device=x.device)
     partial = torch.empty(splits, size, block_m, dtype=torch.float32, device=x.device) if splits > 1 else out
+    share = triton.cdiv(k, splits * block_k) * block_k * matrix.itemsize
     _narrow[(tiles, splits)](
         x, matrix, out, partial, counters(x.device, tiles), count, size, x.stride(0),
-        k, square, splits, block_m, block_n, block_k, stages, num_warps=warps, **OPTIONS,
+        k, square, splits, block_m, block_n, block_k, stages,
+        32 * warps, ahead(block_n * share, tiles * splits, warps) // block_n, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return out
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from leyden.formats import Weight
 from leyden.ops import fused
 from leyden.ops.triton import grouped
-from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
-from leyden.ops.triton.linear import relu_squared
+from leyden.ops.triton.grouped import relu_squared
+from leyden.ops.triton.launch import OPTIONS, ahead, arrive, counters, prefetch, prefetch_rows, release, wait
 
 DENSE_ROWS = 16  # up to here no sorting
 TILED_ROWS = 24  # for an expert, on average: from here on bound by arithmetic
@@ -32,10 +32,10 @@ def _choose(
     E: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, NORMALIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The CHOICES largest of scores + bias [BLOCK_M, BLOCK_E] of every row, the lower index first among equals."""
+    """CHOICES largest of scores [BLOCK_M, BLOCK_E] + bias [BLOCK_E] of every row, lower index first among equals."""
     e, c = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
     lowest = float("-inf")
-    keys = tl.where((e < E)[None, :], scores + tl.load(bias + e, mask=e < E, other=0.0)[None, :], lowest)
+    keys = tl.where((e < E)[None, :], scores + bias[None, :], lowest)
     if GROUPS > 1:
         # how many groups beat a group: those with a larger sum of two best keys, or an equal sum and a lower index
         SIZE: tl.constexpr = E // GROUPS
@@ -92,7 +92,7 @@ def _route(
     x, gate, bias, logits, arrived, ids, weights, M, x_stride, scale, residual, norm, hidden, total, eps,
     H: tl.constexpr, E: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
     NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, EACH: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """One program: EACH experts, BLOCK_M rows. With a residual x is what is added to it: one row, in one block."""
     e = tl.program_id(0) * EACH + tl.arange(0, EACH)
@@ -101,6 +101,11 @@ def _route(
     first = tl.program_id(1) * BLOCK_M
     tile = gate + e[:, None] * H + h[None, :]
     w = tl.load(tile, mask=in_e[:, None] & (h < H)[None, :], other=0.0)
+    every = tl.arange(0, BLOCK_E)
+    added = tl.load(bias + every, mask=every < E, other=0.0)
+    if residual is not None:
+        bytes_each = norm.dtype.element_ty.primitive_bitwidth // 8
+        prefetch(norm, H * bytes_each, (tl.arange(0, THREADS) == 0) & (tl.program_id(0) == 0))
     wait()
     release()
     acc = tl.zeros((BLOCK_M, EACH, BLOCK_H), dtype=tl.float32)
@@ -119,11 +124,10 @@ def _route(
     total = tl.sum(acc, 2)
     tl.store(logits + rows[:, None] * E + e[None, :], total, mask=(rows < M)[:, None] & in_e[None, :])
     if arrive(arrived + tl.program_id(1), tl.num_programs(0)):
-        every = tl.arange(0, BLOCK_E)
         inside = (rows < M)[:, None] & (every < E)[None, :]
         value = tl.load(logits + rows[:, None] * E + every[None, :], mask=inside, other=0.0, cache_modifier=".cg")
         _choose(
-            tl.sigmoid(value), bias, ids, weights, rows, rows < M, scale,
+            tl.sigmoid(value), added, ids, weights, rows, rows < M, scale,
             E, CHOICES, GROUPS, KEPT, NORMALIZE, BLOCK_M, BLOCK_E, BLOCK_C,
         )  # fmt: skip
 
@@ -137,12 +141,13 @@ def _select(
     """The choice alone, from logits that are there already."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     every = tl.arange(0, BLOCK_E)
+    added = tl.load(bias + every, mask=every < E, other=0.0)
     wait()
     release()
     inside = (rows < M)[:, None] & (every < E)[None, :]
     value = tl.load(logits + rows.to(tl.int64)[:, None] * E + every[None, :], mask=inside, other=0.0)
     _choose(
-        tl.sigmoid(value), bias, ids, weights, rows, rows < M, scale,
+        tl.sigmoid(value), added, ids, weights, rows, rows < M, scale,
         E, CHOICES, GROUPS, KEPT, NORMALIZE, BLOCK_M, BLOCK_E, BLOCK_C,
     )  # fmt: skip
 
@@ -210,7 +215,7 @@ def _routed(
     logits = torch.empty(count, experts, dtype=torch.float32, device=x.device)
     _route[(triton.cdiv(experts, each), blocks)](
         x, gate, bias, logits, counters(x.device, blocks), ids, weights, count, x.stride(0), scale, *added,
-        hidden, experts, k, groups, kept, normalize, block_m, each, block_h, block_e, block_c,
+        hidden, experts, k, groups, kept, normalize, block_m, each, block_h, block_e, block_c, 128,
         num_warps=4, **OPTIONS,
     )  # fmt: skip
     return ids, weights
@@ -239,6 +244,7 @@ def _relu_squared(acc, dtype: tl.constexpr):
 def _up_one(
     x, ids, up, shared, h, hs,
     K: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    THREADS: tl.constexpr, ASKED: tl.constexpr,
 ):  # fmt: skip
     """One row: the shared expert's tiles first (they do not depend on the routing), then those of the k experts."""
     TILES: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
@@ -247,13 +253,17 @@ def _up_one(
     k = tl.arange(0, BLOCK_K)
     own = tl.arange(0, BLOCK_N)
     is_shared = pid < AHEAD
-    n = tl.where(is_shared, pid, (pid - AHEAD) % TILES) * BLOCK_N + own
+    first = tl.where(is_shared, pid, (pid - AHEAD) % TILES) * BLOCK_N
+    n = first + own
     in_n = n < tl.where(is_shared, SHARED, INNER)
     w = tl.zeros((BLOCK_N, BLOCK_K), dtype=up.dtype.element_ty)
     if SHARED:
         w = tl.load(
             shared + n[:, None] * K + k[None, :], mask=(in_n & is_shared)[:, None] & (k < K)[None, :], other=0.0
         )
+        if ASKED > 0:
+            count = tl.where(is_shared, tl.minimum(BLOCK_N, SHARED - first), 0)
+            prefetch_rows(shared + first * K + BLOCK_K, count, K, ASKED, THREADS)
     wait()
     release()
     choice = tl.where(is_shared, 0, (pid - AHEAD) // TILES)
@@ -300,23 +310,31 @@ def _down_tile(
 def _down_one(
     h, hs, ids, weights, down, shared, out,
     N: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, CHOICES: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, THREADS: tl.constexpr, ASKED: tl.constexpr,
 ):  # fmt: skip
-    """One row: BLOCK_N outputs, summed over all experts; nothing to join afterwards. The next tile is on its way."""
+    """One row: BLOCK_N outputs, summed over all experts; nothing to join afterwards. The next tile is on its way.
+    ASKED: of how many experts, which have been known since before _up_one, rows are asked for; -1: of none at all."""
     STEPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
     AHEAD: tl.constexpr = (SHARED + BLOCK_K - 1) // BLOCK_K
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(0) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     in_n = n < N
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    BYTES: tl.constexpr = down.dtype.element_ty.primitive_bitwidth // 8
+    count = tl.minimum(BLOCK_N, N - first)
     if SHARED:
         own = n[:, None] * SHARED + k[None, :]
         w = tl.load(shared + own, mask=in_n[:, None] & (k < SHARED)[None, :], other=0.0)
-        wait()
-        release()
-    else:
-        wait()
-        release()
+        if ASKED >= 0:
+            prefetch_rows(shared + first * SHARED + BLOCK_K, count, SHARED, (SHARED - BLOCK_K) * BYTES, THREADS)
+    if ASKED > 0:
+        c = tl.arange(0, THREADS)
+        expert = tl.load(ids + c, mask=c < ASKED, other=0)
+        prefetch(down + expert * (N * INNER) + first * INNER, count * (INNER * BYTES), c < ASKED)
+    wait()
+    release()
+    if not SHARED:
         w = _down_tile(0, ids, down, shared, n, in_n, k, N, INNER, SHARED, STEPS, AHEAD, CHOICES, BLOCK_K)
     for step in range(AHEAD + CHOICES * STEPS):
         following = _down_tile(
@@ -345,7 +363,7 @@ def _members(ids, expert, M, CHOICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _leads(ids, pair, expert, BLOCK_P: tl.constexpr):
+def leads(ids, pair, expert, BLOCK_P: tl.constexpr):
     """Whether no choice before `pair` is of the same expert: then this program does the expert's work."""
     before = tl.arange(0, BLOCK_P)
     same = tl.load(ids + before, mask=before < pair, other=-1) == expert
@@ -357,18 +375,24 @@ def _up_dense(
     x, ids, up, shared, h, hs, M, x_stride,
     K: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, CHOICES: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
+    THREADS: tl.constexpr, ASKED: tl.constexpr,
 ):  # fmt: skip
     """All rows times one tile of one expert; the rows that chose the expert are kept."""
     TILES: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     AHEAD: tl.constexpr = (SHARED + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
     k, m = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_M)
+    is_shared = pid < AHEAD
+    if ASKED > 0:
+        prefetch_rows(
+            shared + pid * BLOCK_N * K, tl.where(is_shared, tl.minimum(BLOCK_N, SHARED - pid * BLOCK_N), 0), K, ASKED,
+            THREADS,
+        )  # fmt: skip
     wait()
     release()
-    is_shared = pid < AHEAD
     pair = tl.where(is_shared, 0, (pid - AHEAD) // TILES)
     expert = tl.load(ids + pair)
-    if is_shared | _leads(ids, pair, expert, BLOCK_P):
+    if is_shared | leads(ids, pair, expert, BLOCK_P):
         n = tl.where(is_shared, pid, (pid - AHEAD) % TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
         in_n = n < tl.where(is_shared, SHARED, INNER)
         matrix = up + expert * (INNER * K)
@@ -395,16 +419,21 @@ def _down_dense(
     h, hs, ids, down, shared, done, M,
     N: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, CHOICES: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, THREADS: tl.constexpr, ASKED: tl.constexpr,
 ):  # fmt: skip
     """done[choice] = h[choice] down[expert]^T; the shared expert's K is cut in SPLITS parts, kept after the choices."""
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     PART: tl.constexpr = (SHARED + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K if SHARED else BLOCK_K
     pid = tl.program_id(0)
     item = pid // TILES
-    n = pid % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    top = pid % TILES * BLOCK_N
+    n = top + tl.arange(0, BLOCK_N)
     in_n = n < N
     k, m = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_M)
+    if ASKED > 0:
+        size = tl.minimum(ASKED, (SHARED - item * PART) * (shared.dtype.element_ty.primitive_bitwidth // 8))
+        count = tl.where(item < SPLITS, tl.minimum(BLOCK_N, N - top), 0)
+        prefetch_rows(shared + top * SHARED + item * PART, count, SHARED, size, THREADS)
     wait()
     release()
     if item < SPLITS:
@@ -427,7 +456,7 @@ def _down_dense(
     else:
         pair = item - SPLITS
         expert = tl.load(ids + pair)
-        if _leads(ids, pair, expert, BLOCK_P):
+        if leads(ids, pair, expert, BLOCK_P):
             member, at = _members(ids, expert, M, CHOICES, BLOCK_M, BLOCK_C)
             left = down + expert * (N * INNER) + n[:, None] * INNER + k[None, :]
             right = h + at[None, :] * INNER + k[:, None]
@@ -565,16 +594,20 @@ def one_row(
     h = torch.empty(choices, inner, dtype=x.dtype, device=x.device)
     hs = torch.empty(max(1, shared), dtype=x.dtype, device=x.device)
     block_n, block_k, warps = up_shape
-    programs = triton.cdiv(shared, block_n) + choices * triton.cdiv(inner, block_n)
-    _up_one[(programs,)](
+    known, size_of = triton.cdiv(shared, block_n), block_n * up.itemsize
+    asked = ahead(k * size_of, known, warps) // block_n - block_k * up.itemsize if shared else 0
+    _up_one[(known + choices * triton.cdiv(inner, block_n),)](
         x, ids, up, up if shared_up is None else shared_up, h, hs, k, inner, shared, block_n, block_k,
-        num_warps=warps, **OPTIONS,
+        32 * warps, max(0, asked), num_warps=warps, **OPTIONS,
     )  # fmt: skip
     out = torch.empty(1, size, dtype=x.dtype, device=x.device)
     block_n, block_k, warps = down_shape
-    _down_one[(triton.cdiv(size, block_n),)](
+    programs, size_of = triton.cdiv(size, block_n), block_n * down.itemsize
+    asked = ahead((shared + choices * inner) * size_of, programs, warps) - shared * size_of
+    _down_one[(programs,)](
         h, hs, ids, weights, down, down if shared_down is None else shared_down, out,
-        size, inner, shared, choices, block_n, block_k, num_warps=warps, **OPTIONS,
+        size, inner, shared, choices, block_n, block_k, 32 * warps, max(-1, asked // (inner * size_of)),
+        num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return out
 
@@ -593,16 +626,20 @@ def few_rows(
     splits = triton.cdiv(shared, inner)
     h = torch.empty(count * choices, inner, dtype=x.dtype, device=x.device)
     hs = torch.empty(count, max(1, shared), dtype=x.dtype, device=x.device)
-    programs = triton.cdiv(shared, block_n) + count * choices * triton.cdiv(inner, block_n)
-    _up_dense[(programs,)](
+    known = triton.cdiv(shared, block_n)
+    asked = ahead(block_n * k * up.itemsize, known, warps) // block_n if shared else 0
+    _up_dense[(known + count * choices * triton.cdiv(inner, block_n),)](
         x, ids, up, up if shared_up is None else shared_up, h, hs, count, x.stride(0),
-        k, inner, shared, choices, block_m, block_n, block_k, block_c, block_p, stages, num_warps=warps, **OPTIONS,
+        k, inner, shared, choices, block_m, block_n, block_k, block_c, block_p, stages,
+        32 * warps, asked, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     done = torch.empty(count * (choices + splits), size, dtype=x.dtype, device=x.device)
-    _down_dense[((count * choices + splits) * triton.cdiv(size, block_n),)](
+    tiles = triton.cdiv(size, block_n)
+    part = triton.cdiv(shared, splits * block_k) * block_k * down.itemsize if shared else 0
+    _down_dense[((count * choices + splits) * tiles,)](
         h, hs, ids, down, down if shared_down is None else shared_down, done, count,
         size, inner, shared, choices, splits, block_m, block_n, block_k, block_c, block_p, stages,
-        num_warps=warps, **OPTIONS,
+        32 * warps, ahead(block_n * part, splits * tiles, warps) // block_n, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return combined(done, weights, count, size, splits)
 

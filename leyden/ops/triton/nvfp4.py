@@ -13,11 +13,13 @@ from torch import Tensor
 
 from leyden.formats import Weight
 from leyden.formats.nvfp4 import Tiled, arrange
+from leyden.ops import fused
 from leyden.ops.triton import linear, moe, packed, wide
 from leyden.ops.triton.launch import OPTIONS, release, wait
 
 WIDE_ROWS = 256  # for one matrix without a twin
 EXPERT_ROWS = 8  # for one of a stack, on average
+UNSORTED_ROWS = 8  # up to here every chosen expert multiplies all rows
 JOINT_ROWS = 16  # up to here the shared expert is one of the others
 
 
@@ -65,6 +67,15 @@ def linear_nvfp4(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) ->
     out = torch.empty(len(rows), weight.shape[0], dtype=dtype, device=x.device)
     packed.product(packed.aligned(rows), weight, out, len(rows))
     return out.view(*x.shape[:-1], -1)
+
+
+def add_norm_linear_nvfp4(
+    x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Weight
+) -> tuple[Tensor, Tensor]:
+    """See ops.add_norm_linear, and linear.add_norm_linear_fp8."""
+    if len(x) != 1 or residual.stride(1) != 1 or not _ready(x.dtype, weight):
+        return fused.add_norm_linear(x, residual, norm, eps, weight)
+    return packed.add_norm_linear(x, residual, norm, eps, weight)
 
 
 def mlp_nvfp4(x: Tensor, up: Weight, down: Weight) -> Tensor:
@@ -133,13 +144,13 @@ def _few(
     x = packed.aligned(x)
     h = torch.empty(pairs + parts * count, inner, dtype=x.dtype, device=x.device)
     done = torch.empty(pairs + parts * count, size, dtype=x.dtype, device=x.device)
-    lists, single = (None, ids) if count == 1 else (moe.listed(ids, total), None)
-    packed.product(x, up, h, count, True, choices, single, lists, shared_up, parts)
+    lists, few_ids = (None, ids) if count <= UNSORTED_ROWS else (moe.listed(ids, total), None)
+    packed.product(x, up, h, count, True, choices, few_ids, lists, shared_up, parts, later=shared_down)
     if count > JOINT_ROWS:
-        packed.product(h, down, done, count, False, choices, single, lists, shared_down, parts)
+        packed.product(h, down, done, count, False, choices, few_ids, lists, shared_down, parts)
         return moe.combined(done, weights, count, size, parts)
     out = torch.empty(count, size, dtype=x.dtype, device=x.device)
-    packed.product(h, down, done, count, False, choices, single, lists, shared_down, parts, weights, out)
+    packed.product(h, down, done, count, False, choices, few_ids, lists, shared_down, parts, weights, out)
     return out
 
 

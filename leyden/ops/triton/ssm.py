@@ -18,7 +18,7 @@ from torch import Tensor
 from leyden.ops.rows import Rows
 from leyden.ops.triton import launch
 from leyden.ops.triton.conv import convolve
-from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
+from leyden.ops.triton.launch import OPTIONS, arrive, counters, prefetch, release, wait
 from leyden.ops.triton.norm import gated_norm
 
 INTERPRETED = tl.constexpr(launch.INTERPRETED)
@@ -146,7 +146,7 @@ def _step(
     row_stride, conv_stride, ssm_stride, dt_low, dt_high, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, REACH: tl.constexpr,
     TAPS: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, ROUNDS: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """All of a step for BLOCK_P rows of one head's state, and for a group if this program is its last."""
     INNER: tl.constexpr = HEADS * DIM
@@ -172,6 +172,9 @@ def _step(
     c = _earlier(conv_weight, conv_bias, window, to_c, in_n, fresh, CHANNELS, REACH, TAPS, BIAS)
     log_rate = tl.load(A_log + head).to(tl.float32)
     skip, bias = tl.load(D + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
+    WIDTH: tl.constexpr = SHARE * DIM
+    bytes_each = norm_weight.dtype.element_ty.primitive_bitwidth // 8
+    prefetch(norm_weight + group * WIDTH, WIDTH * bytes_each, tl.arange(0, THREADS) == 0)  # for _finish
     wait()
     release()
 
@@ -190,7 +193,7 @@ def _step(
     if arrive(arrived + row * GROUPS + group, SHARE * PARTS):
         _finish(
             gated + row * INNER, norm_weight, new, window, out + row * INNER, group, fresh, eps,
-            SHARE * DIM, INNER, N, GROUPS, REACH, TAPS, BLOCK_G, BLOCK_N,
+            WIDTH, INNER, N, GROUPS, REACH, TAPS, BLOCK_G, BLOCK_N,
         )  # fmt: skip
 
 
@@ -386,7 +389,7 @@ def mamba_step(
         gated, counters(projected.device, count * groups), out,
         projected.stride(0), conv_state.stride(0), ssm_state.stride(0), dt_limit[0], min(dt_limit[1], 3e38), eps,
         heads, dim, n, groups, reach, taps, conv_bias is not None, parts,
-        rounds * (ssm_state.dtype == torch.float16), block_p, block_n, block_g,
+        rounds * (ssm_state.dtype == torch.float16), block_p, block_n, block_g, 32 * warps,
         num_warps=warps, maxnreg=registers, **OPTIONS,
     )  # fmt: skip
     return out
