@@ -57,7 +57,8 @@ class Cell:
 
 def floor_bytes(model: Nemotron, engine: Engine, batch: int, context: int) -> float:
     """What one decode step must read and write: weights once, as many experts as `batch` tokens that choose on their
-    own come upon, the states of every sequence twice, its keys and values once."""
+    own come upon, the states of every sequence twice (those that are seldom written: as often as they are), its keys
+    and values once."""
     config, pool = model.config, engine.runner.pool
     experts = config.n_routed_experts
     chosen = 1 - (1 - config.num_experts_per_tok / experts) ** batch if experts else 0
@@ -66,7 +67,8 @@ def floor_bytes(model: Nemotron, engine: Engine, batch: int, context: int) -> fl
         if name.startswith(("backbone.embeddings", "mtp.")) and model.lm_head is not model.backbone.embeddings:
             continue
         read += parameter.nbytes * (chosen if ".experts." in name else 1)
-    states = 2 * (pool.conv[:, 0].nbytes + pool.ssm[:, 0].nbytes)
+    written = 1 / pool.shape.period
+    states = 2 * pool.conv[:, 0].nbytes + (1 + written) * pool.ssm[:, 0].nbytes + pool.recent[:, 0].nbytes / 2
     keys = pool.kv[:, :, 0, 0].nbytes * context
     return read + batch * (states + keys)
 
@@ -146,7 +148,8 @@ class Ladder:
         """(seconds until every sequence has its first token, seconds of each decode step after that, their tokens)"""
         vocabulary = self.model.config.vocab_size
         prompts = torch.randint(0, vocabulary, (batch, context), generator=self._random).tolist()
-        for prompt in prompts:
+        apart = min(context, self.engine.runner.pool.shape.period)  # so that states are written in turn
+        for prompt in (prompt[: context - i % apart] for i, prompt in enumerate(prompts)):
             self._count += 1
             most = (steps + self._warm + 8) * self._each
             params = replace(self._params, max_tokens=most, ignore_eos=True, seed=self._count)
@@ -200,6 +203,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to measure")
     parser.add_argument("--sample", action="store_true", help="draw with temperature 1 and top_p 0.95")
     parser.add_argument("--mamba-ssm-cache-dtype", default="auto", help="float32, float16 or bfloat16")
+    parser.add_argument("--enable-mamba-cache-stochastic-rounding", action="store_true", help="as of leyden serve")
+    parser.add_argument("--use-replayssm", action="store_true", help="as of leyden serve")
     parser.add_argument("--quantization", help="int8, int4, nvfp4 or fp8: quantise while loading")
     parser.add_argument("--speculative-config", metavar="JSON", default="{}", help=_DRAFTS)
     parser.add_argument("--synthetic-acceptance", type=float, metavar="LENGTH", help=_KEPT)
@@ -229,6 +234,8 @@ def main(argv: Sequence[str]) -> int:
             SamplingParams(temperature=1.0, top_p=0.95) if given.sample else None,
             time.process_time if given.processor_time else time.perf_counter,
             mamba_ssm_cache_dtype=given.mamba_ssm_cache_dtype,
+            enable_mamba_cache_stochastic_rounding=given.enable_mamba_cache_stochastic_rounding,
+            use_replayssm=given.use_replayssm,
             threads=given.threads,
             cpu_affinity=given.cpu_affinity,
             speculative_config=drafts,

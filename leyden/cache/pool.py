@@ -4,6 +4,11 @@ Rule of state: conv[:, slot] and ssm[:, slot] always equal the state after exact
 every token is certain (prompt tokens, single-token steps without drafts) let the mixer write the state that the scan
 ends with; rows with guesses leave it alone and write their inputs to `ring`, from which Nemotron.commit moves it over
 those that were right. commit() then moves `committed`, or reach() in recorded steps. Nothing else moves it.
+
+With a `period` the rule for ssm has one exception: in single-token steps without drafts it is written at every
+period-th position only, and the tokens since then wait in `recent`. waiting() says how many: it follows from positions
+alone, so the device needs no counter and the host no answer. engine/waiting.py folds them into the states of slots
+before anybody but such a step reads these.
 """
 
 from dataclasses import dataclass
@@ -42,6 +47,7 @@ class PoolShape:
     ssm_dtype: torch.dtype
     draft: DraftShape = NO_DRAFTER
     rounds: int = 0  # of the random bits by which decode steps round an fp16 state; 0: to nearest
+    period: int = 1  # positions from one state that decode steps write to the next
 
     @property
     def pages_per_slot(self) -> int:
@@ -56,6 +62,9 @@ class Pool:
     conv       [mamba layers, slots, conv kernel - 1, conv dim]: last inputs of the convolution, oldest first
     ssm        [mamba layers, slots, heads, head dim, state size]
     ring       [mamba layers, slots, width + 1, conv dim + heads]: inputs of the tokens of a step with drafts
+    recent     [mamba layers, slots, period - 1, inner + groups * state size + heads]: x and B as the convolution made
+               them, and dt, of the tokens that wait
+    began      int32 [slots]: tokens that ssm held when tokens of the slot began to wait
     tables     int32 [slots, pages per slot]: page table of every slot, 0 where nothing is mapped yet
     committed  int32 [slots]: tokens of the sequence that the state and the KV pages hold
     """
@@ -77,6 +86,9 @@ class Pool:
         self.ssm = empty(mamba, shape.slots, *state, dtype=shape.ssm_dtype)
         ring = (shape.draft.width + 1 if shape.draft.width else 0, config.conv_dim + config.mamba_num_heads)
         self.ring = empty(mamba, shape.slots, *ring, dtype=shape.conv_dtype)
+        recent = (shape.period - 1, recent_width(config))
+        self.recent = empty(mamba, shape.slots, *recent, dtype=shape.conv_dtype)
+        self.began = torch.zeros(shape.slots, dtype=torch.int32, device=device)
         self.tables = torch.zeros(shape.slots, shape.pages_per_slot, dtype=torch.int32, device=device)
         self.committed = torch.zeros(shape.slots, dtype=torch.int32, device=device)
 
@@ -119,6 +131,16 @@ class Pool:
         """The same for a recorded step, which knows how many tokens (int32 [R]) each slot (int32 [R]) has now."""
         ops.put(tokens, self.committed, slots)
 
+    def begin(self, slots: Tensor) -> None:
+        """From now on tokens of `slots` (int64 [N]) wait; their states are those of all tokens so far."""
+        self.began[slots] = self.committed[slots]
+
+    def waiting(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens that the states of `slots` (int64 [N]) hold, tokens that wait), both int32 [N], after begin()."""
+        committed, period = self.committed[slots], self.shape.period
+        held = torch.maximum(self.began[slots], committed // period * period)
+        return held, committed - held
+
     @staticmethod
     def page_bytes(config: ModelConfig, page: int, kv_dtype: torch.dtype, draft: DraftShape = NO_DRAFTER) -> int:
         heads = (config.pattern.count("*") + draft.mtp_layers) * config.num_key_value_heads * config.head_dim
@@ -126,10 +148,20 @@ class Pool:
 
     @staticmethod
     def slot_bytes(
-        config: ModelConfig, conv_dtype: torch.dtype, ssm_dtype: torch.dtype, draft: DraftShape = NO_DRAFTER
+        config: ModelConfig,
+        conv_dtype: torch.dtype,
+        ssm_dtype: torch.dtype,
+        draft: DraftShape = NO_DRAFTER,
+        period: int = 1,
     ) -> int:
         conv = (config.conv_kernel - 1) * config.conv_dim * conv_dtype.itemsize
         if draft.width:
             conv += (draft.width + 1) * (config.conv_dim + config.mamba_num_heads) * conv_dtype.itemsize
+        conv += (period - 1) * recent_width(config) * conv_dtype.itemsize
         ssm = config.mamba_num_heads * config.mamba_head_dim * config.ssm_state_size * ssm_dtype.itemsize
         return config.pattern.count("M") * (conv + ssm)
+
+
+def recent_width(config: ModelConfig) -> int:
+    """Numbers of a token that waits, in one layer."""
+    return config.mamba_inner + config.n_groups * config.ssm_state_size + config.mamba_num_heads

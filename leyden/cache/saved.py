@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,6 +53,8 @@ def identity(model: nn.Module, pool: Pool) -> dict[str, Any]:
     arrays = [(str(a.dtype), a.shape[0], *a.shape[2:]) for a in pool.states]
     arrays += [(str(a.dtype), a.shape[0], *a.shape[3:]) for a in pool.paged]
     weights.update(str([(m.k_scale, m.v_scale) for m in model.modules() if hasattr(m, "k_scale")]).encode())
+    if any(getattr(module, "eight_above", inf) < inf for module in model.modules()):
+        weights.update(b"prompts with activations in 8 bits")
     return {"config": config, "weights": weights.hexdigest(), "arrays": [list(array) for array in arrays]}
 
 

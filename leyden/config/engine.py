@@ -31,6 +31,7 @@ class EngineConfig:
     dtype: str = "auto"  # of the activations: the checkpoint's, unless float32, bfloat16 or float16 is asked for
     load_format: str = "auto"  # auto, safetensors, dummy
     safetensors_load_strategy: str | None = None  # eager: read the files, and keep no image of the weights
+    prefill_dtype: str = "auto"  # fp8: wide steps round the activations of products with FP8 and NVFP4 weights
     quantization: str | None = None  # int8, int4, nvfp4, fp8: round what the checkpoint holds dense while loading
     seed: int = 0
     max_model_len: int | None = None  # tokens of prompt and answer together
@@ -51,6 +52,12 @@ class EngineConfig:
     mamba_ssm_cache_dtype: str = "auto"
     enable_mamba_cache_stochastic_rounding: bool = False  # of fp16 states, where decode steps store them
     mamba_cache_philox_rounds: int = 0  # of its random bits; 0: 10
+    use_replayssm: bool = False  # decode steps keep inputs, and write states only now and then
+    replayssm_buffer_len: int = 16  # positions from one of these states to the next
+    mamba_backend: str = "triton"  # flashinfer: that package's state update, on CUDA
+    mamba_ssu_algorithm: str | None = None  # variant of that update; None: auto
+    moe_backend: str = "auto"  # flashinfer_cutlass, humming: that package's products, on CUDA
+    linear_backend: str = "auto"  # humming
     enable_prefix_caching: bool | None = None
     kv_offloading_size: float | None = None  # GiB of host memory for what leaves the device's cache
     cache_dir: str | None = None  # folder in which the cache outlives the process
@@ -69,6 +76,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.prefill_dtype not in ("auto", "fp8"):
+            raise ConfigError(f"--prefill-dtype must be auto or fp8, got {self.prefill_dtype!r}")
         if self.cpu_affinity is not None:
             cores.parse(self.cpu_affinity)
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -85,6 +94,11 @@ class EngineConfig:
             )
         if self.mamba_cache_philox_rounds < 0:
             raise ConfigError(f"--mamba-cache-philox-rounds must not be negative, got {self.mamba_cache_philox_rounds}")
+        if not 1 <= self.replayssm_buffer_len <= 32:
+            raise ConfigError(f"--replayssm-buffer-len must be in 1..32, got {self.replayssm_buffer_len}")
+        if self.use_replayssm and self.mamba_backend != "triton":
+            backend = f"--mamba-backend {self.mamba_backend}"
+            raise ConfigError(f"--use-replayssm has kernels of its own, which {backend} would replace; leave one away")
         if any(not isinstance(size, int) or size < 1 for size in self.cudagraph_capture_sizes):
             sizes = list(self.cudagraph_capture_sizes)
             raise ConfigError(f"--cudagraph-capture-sizes: expected whole numbers from 1 on, got {sizes}")
@@ -94,6 +108,11 @@ class EngineConfig:
     def state_rounds(self) -> int:
         """Rounds of the random bits by which states are rounded where decode steps store them; 0: to nearest."""
         return (self.mamba_cache_philox_rounds or 10) if self.enable_mamba_cache_stochastic_rounding else 0
+
+    @property
+    def state_period(self) -> int:
+        """Positions from one state that decode steps write to the next."""
+        return self.replayssm_buffer_len if self.use_replayssm else 1
 
     @property
     def capture_sizes(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from leyden.errors import CheckpointError
 _FILES = ["*.json", "*.jinja", "*.safetensors"]
 _SHIPPED = Path(__file__).parent.parent / "pocket"
 # What the package brings along, by the name it is asked for.
-SHIPPED = {"pocket": "model", "pocket-dflash": "dflash", "pocket-dspark": "dspark"}
+SHIPPED = {"pocket": "model", "pocket-nvfp4": "nvfp4", "pocket-dflash": "dflash", "pocket-dspark": "dspark"}
 
 
 def resolve(model: str | Path, revision: str | None = None) -> Path:

@@ -21,7 +21,9 @@ from leyden.errors import ConfigError
 
 SHORT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 ENVIRONMENT = {"hf_token": "HF_TOKEN", "download_dir": "HF_HUB_CACHE", "device_ids": "CUDA_VISIBLE_DEVICES"}
-GRAPHS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")  # what --compilation-config can say with effect
+# What objects can say with effect: flags of their own have the same names.
+GRAPHS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")  # of --compilation-config
+BACKENDS = ("moe_backend", "linear_backend")  # of --kernel-config
 RENAMED = {"sse_keep_alive_interval": "ping_interval"}
 
 
@@ -47,7 +49,7 @@ class Launch:
         for flag in flags:
             if flag.dest in given and flag.treatment == "refuse" and not _accepted(flag, given[flag.dest]):
                 raise ConfigError(because(f"{shown(flag, given[flag.dest])} is not possible", flag.reason))
-        values = _effective(flags, given)
+        values = _effective(flags, given | _chosen(flags, given))
         values |= {key: value for key, value in (given.get("compilation_config") or {}).items() if key in GRAPHS}
         _check(values)
         drafting = _speculative(given)
@@ -70,6 +72,9 @@ class Launch:
             value = self.given[flag.dest]
             if flag.dest == "compilation_config" and device != "cpu":
                 value = {key: word for key, word in value.items() if key not in GRAPHS}
+            if flag.dest == "kernel_config" and device != "cpu":
+                chosen = _chosen(table()[1], self.given)
+                value = {key: word for key, word in value.items() if key not in chosen}
             if not _accepted(flag, value):
                 lines.append(because(f"{shown(flag, value)} has no effect", flag.reason))
             elif flag.cpu and device == "cpu" and value not in (flag.default, False):
@@ -109,6 +114,14 @@ def _effective(flags: Sequence[Flag], given: Mapping[str, Any]) -> dict[str, Any
     if "disable_access_log_for_endpoints" in values:
         values["disable_access_log_for_endpoints"] = values["disable_access_log_for_endpoints"].split(",")
     return values
+
+
+def _chosen(flags: Sequence[Flag], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Backends that --kernel-config names and that have an effect. A flag of its own counts for more."""
+    config = given.get("kernel_config") or {}
+    known = {flag.dest: flag for flag in flags if flag.dest in BACKENDS and flag.dest not in given}
+    named = {dest: flag.read(config[dest]) for dest, flag in known.items() if isinstance(config.get(dest), str)}
+    return {dest: value for dest, value in named.items() if _accepted(known[dest], value)}
 
 
 def _fields(config: type, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from leyden.config.engine import CAPTURE_SIZES, EngineConfig
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
 from leyden.config.speculative import SpeculativeConfig
+from leyden.engine import backends
 from leyden.engine.grammar import Allowed, Compiler, Grammars
 from leyden.engine.memory import Split, check_host_room, divide, dtype_of, free
 from leyden.engine.runner import Runner, StepOutput
@@ -25,8 +26,10 @@ from leyden.engine.sampler import Sampler
 from leyden.engine.scheduler import Limits, Scheduler
 from leyden.errors import ConfigError, RequestError
 from leyden.model import checkpoint, twins
+from leyden.model.eight import round_above
 from leyden.model.nemotron import Nemotron
 from leyden.model.rounded import narrow
+from leyden.ops import eight
 from leyden.spec.drafter import Drafter
 from leyden.spec.load import load, room
 from leyden.spec.schedule import Schedule
@@ -38,6 +41,8 @@ logger = log.get(__name__)
 
 # Saving the cache may take one part of so many of the time: whoever waits for a token waits for that, too.
 _SAVING = 10
+# Tokens of a step up to which activations are never rounded, however few sequences may run.
+_NARROW = 512
 # Bytes of weights from which the ops of a step are long enough for threads to share on a CPU.
 _SHARED = 64 * 2**20
 
@@ -130,6 +135,7 @@ class Engine:
         """Read a checkpoint and get ready. Raises ConfigError or CheckpointError."""
         started = time.monotonic()
         device = _device(config.device)
+        foreign = backends.named(config, device)
         check_host_room(config, device)
         if config.cache_dir:
             saved.check_folder(Path(config.cache_dir))
@@ -138,6 +144,8 @@ class Engine:
         texts = resolve(config.tokenizer) if config.tokenizer else folder
         architecture = ModelConfig.from_folder(folder, config.hf_overrides)
         dtype = dtype_of(config.dtype, getattr(torch, architecture.dtype), "--dtype")
+        if config.prefill_dtype == "fp8":
+            eight.check(device, dtype)
         drafting = config.speculative.settle(architecture, str(folder)) if config.speculative else None
         mtp = drafting is not None and "mtp" in drafting.methods(architecture)
         model = checkpoint.build(architecture, dtype, device, mtp)
@@ -159,7 +167,10 @@ class Engine:
         taken = room(drafting, architecture) if drafting else NO_DRAFTER
         if device.type == "cuda":
             twins.keep(model, torch.cuda.mem_get_info(device)[1])
+        backends.apply(foreign, model)  # a matrix that a package takes over loses its twin
         split = divide(config, architecture, dtype, device.type, free(config, device), taken)
+        if config.prefill_dtype == "fp8":
+            _round_prompts(config, model, split)
         if split.shape.kv_dtype.itemsize == 1:
             if device.type == "cpu":
                 logger.warning("an FP8 cache has no kernels on the CPU: steps are slower than with other caches")
@@ -184,6 +195,7 @@ class Engine:
             prefix_caching=config.enable_prefix_caching is not False,
             seed=config.seed,
         )
+        backends.try_out(foreign, model, engine.runner.pool)
         seconds = time.monotonic() - started
         logger.info("engine ready in %.1f s: %s", seconds, split, extra={"fields": {"seconds": seconds}})
         return engine
@@ -321,6 +333,7 @@ class Engine:
         started, self._saved_steps = time.monotonic(), self.scheduler.steps
         moves, copies = self.scheduler.cache.moves()
         self.runner.apply(Plan(moves=moves, copies=copies))
+        self.runner.waiting.fold()
         try:
             saved.save(self._cache_dir, self._made_with, self.scheduler.cache, self.runner.pool, self.runner.store)
         except OSError as error:
@@ -388,6 +401,19 @@ def _take_processors(config: EngineConfig) -> None:
         torch.set_num_threads(config.threads or len(wanted))
     elif config.threads:
         torch.set_num_threads(config.threads)
+
+
+def _round_prompts(config: EngineConfig, model: Nemotron, split: Split) -> None:
+    """Steps that are wider than any without prompts may round activations to 8 bits: decoding never does."""
+    padded = next((size for size in config.capture_sizes if size >= split.seqs), split.seqs)
+    rows = max(_NARROW, padded * (1 + split.shape.draft.width))
+    if split.step_tokens <= rows:
+        raise ConfigError(
+            f"--prefill-dtype fp8 is for steps of more than {rows:,} tokens, which is what decoding may take here, and"
+            f" --max-num-batched-tokens is {split.step_tokens:,}: raise it, or lower --max-num-seqs"
+        )
+    count = round_above(model, rows)
+    logger.info("steps of more than %s tokens round activations to 8 bits before %d matrices", f"{rows:,}", count)
 
 
 def _device(name: str) -> torch.device:

@@ -95,7 +95,8 @@ def divide(
     ssm_auto = dtype_of(model.mamba_ssm_cache_dtype, torch.float32, "mamba_ssm_cache_dtype")
     ssm_dtype = dtype_of(config.mamba_ssm_cache_dtype, ssm_auto, "--mamba-ssm-cache-dtype")
     page_bytes = Pool.page_bytes(model, config.block_size, kv_dtype, draft)
-    slot_bytes = Pool.slot_bytes(model, dtype, ssm_dtype, draft)
+    period = config.state_period if device == "cuda" else 1
+    slot_bytes = Pool.slot_bytes(model, dtype, ssm_dtype, draft, period)
     seqs = config.max_num_seqs or (_CUDA_SEQS if device == "cuda" else _CPU_SEQS)
     budget = config.kv_cache_memory_bytes or free
     wanted_len = config.max_model_len or model.max_position_embeddings
@@ -139,6 +140,7 @@ def divide(
         ssm_dtype=ssm_dtype,
         draft=draft,
         rounds=config.state_rounds,
+        period=period,
     )
     host_slots, host_pages = _tier(config, snapshots * slot_bytes, pages * page_bytes, slot_bytes, page_bytes)
     step = config.max_num_scheduled_tokens or config.max_num_batched_tokens

@@ -17,6 +17,7 @@ from leyden.engine.drafting import Drafted, Drafting
 from leyden.engine.grammar import Allowed
 from leyden.engine.sampler import Drawn, Sampler
 from leyden.engine.transfer import upload
+from leyden.engine.waiting import Waiting
 from leyden.model.nemotron import Nemotron
 from leyden.spec.drafter import Drafter
 from leyden.types import Plan, Row, Sampled, TokenLogprobs
@@ -42,6 +43,7 @@ class Runner:
         self.store = store
         self.sampler = sampler
         self.drafting = Drafting(drafters, model, pool, sampler, coupled) if drafters else None
+        self.waiting = Waiting(model, pool)
         self.recorded_steps = 0
         self.verify_seconds = 0.0  # of steps with drafts, on the host
         self.graphs = graphs(model, pool, sampler, capture_sizes)
@@ -52,6 +54,7 @@ class Runner:
         """`allowed` tells what the rows that sample may go on with; it is asked when the forward pass is under way."""
         self.apply(plan)
         rows = plan.rows
+        self.waiting.begin(rows)
         sampling = [i for i, row in enumerate(rows) if row.sample]
         output = StepOutput(len(rows), sampling, None, {}, None)
         started = time.perf_counter()
@@ -79,6 +82,7 @@ class Runner:
         if any(row.drafts for row in rows):
             self.verify_seconds += time.perf_counter() - started
         if plan.snapshots:
+            self.waiting.fold(slot for slot, _ in plan.snapshots)
             self.pool.copy_states(*self._columns(plan.snapshots))
         return output
 
@@ -113,6 +117,7 @@ class Runner:
     def apply(self, plan: Plan) -> None:
         """Carry out the plan's diff, without its rows."""
         pool = self.pool
+        self.waiting.settle(plan)
         arriving = self.store.read(plan.moves) if self.store is not None and plan.moves is not None else None
         if plan.admits:
             slots, computed = self._columns([(admit.slot, admit.computed) for admit in plan.admits])

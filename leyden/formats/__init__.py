@@ -11,7 +11,7 @@ Names are those of the checkpoint: the Weight `mixer.in_proj` in dense format ho
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil
+from math import ceil, inf
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -138,6 +138,7 @@ class Weight(nn.Module):
         super().__init__()
         self.shape = shape
         self.dtype = dtype  # of the values, as the network computes with them
+        self.eight_above = inf  # rows of activations above which a product may round them to 8 bits (leyden.ops.eight)
         self.allot(format or Dense())
 
     def allot(self, format: Format, device: torch.device | None = None) -> None:

@@ -1,9 +1,12 @@
 """The Mamba-2 mixer, letter M."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from leyden import ops
+from leyden.cache.pool import Pool
 from leyden.config.model import ModelConfig
 from leyden.formats import Weight
 from leyden.model.context import Context, joined
@@ -23,8 +26,11 @@ class Conv1d(nn.Module):
 class Mamba(nn.Module):
     """in_proj -> convolution of x, B and C -> selective scan -> gate and group norm -> out_proj.
 
-    `index` counts the mamba layers: it finds this layer's states in the pool.
+    `index` counts the mamba layers: it finds this layer's states in the pool. `step` is ops.mamba_step, or what an
+    engine was told to take for it.
     """
+
+    step: Callable[..., Tensor] = ops.mamba_step
 
     def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype):
         super().__init__()
@@ -60,8 +66,11 @@ class Mamba(nn.Module):
             layer = (*self._recurrence, self.norm.weight, self.config.n_groups, self.norm.eps, conv, ssm)
             if ctx.guesses:
                 mixed.append(ops.mamba_verify(projected[span], *layer, ctx.pool.ring[self.index], rows))
+            elif (shape := ctx.pool.shape).period > 1:
+                waiting = ctx.pool.recent[self.index], ctx.pool.began
+                mixed.append(ops.mamba_lazy_step(projected[span], *layer, *waiting, rows, shape.rounds))
             else:
-                mixed.append(ops.mamba_step(projected[span], *layer, rows, ctx.pool.shape.rounds))
+                mixed.append(self.step(projected[span], *layer, rows, shape.rounds))
         return ops.linear(joined(mixed), self.out_proj)
 
     def replay(self, ctx: Context, counts: Tensor) -> None:
@@ -72,6 +81,12 @@ class Mamba(nn.Module):
         ops.mamba_replay(
             *self._recurrence, self.config.n_groups, *layer, rows.slots, rows.past, counts, pool.shape.rounds
         )
+
+    def fold(self, pool: Pool, slots: Tensor, held: Tensor, counts: Tensor) -> None:
+        """Move the states of slots, which hold so many tokens, over the counts (all int [R]) tokens that wait."""
+        states, limit = (pool.ssm[self.index], pool.recent[self.index]), self.config.time_step_limit
+        rates = self.A_log, self.dt_bias, limit, self.config.n_groups
+        ops.mamba_fold(*rates, *states, slots, held, counts, pool.shape.rounds)
 
     @property
     def _recurrence(self) -> tuple[Tensor | None | tuple[float, float], ...]:

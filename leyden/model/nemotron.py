@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from leyden import ops
+from leyden.cache.pool import Pool
 from leyden.config.model import ModelConfig
 from leyden.errors import ConfigError
 from leyden.formats import Weight
@@ -130,6 +131,13 @@ class Nemotron(nn.Module):
             for layer in cast(Iterable[Layer], self.backbone.layers):
                 if isinstance(layer.mixer, Mamba):
                     layer.mixer.replay(ctx, counts)
+
+    def fold(self, pool: Pool, slots: Tensor) -> None:
+        """The tokens that wait beside the states of `slots` (int64 [R]) go into them. See Pool."""
+        held, counts = pool.waiting(slots)
+        for layer in cast(Iterable[Layer], self.backbone.layers):
+            if isinstance(layer.mixer, Mamba):
+                layer.mixer.fold(pool, slots, held, counts)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int [T] -> [T, H]"""

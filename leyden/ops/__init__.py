@@ -18,6 +18,7 @@ their writes do no harm.
     likeliest(logits[R,V] fp32) -> ids[R] int64
     take(table[S,...], slots[R]) -> [R,...]
     put(values[R,...], table[S,...], slots[R])
+    clear(table[S,...], slots[R], past[R])                          zeros where nothing is past
     embed(tokens[T], weight: Weight[V,H]) -> [T,H]
     rms_norm(x[T,H], weight[H], eps) -> [T,H]                        fp32 inside, weight in fp32, rounded once
     add_rms_norm(x[T,H], residual[T,H], weight[H], eps) -> ([T,H], [T,H])    (norm of the sum, the sum)
@@ -43,6 +44,10 @@ their writes do no harm.
                  states untouched
     mamba_replay(conv_weight, conv_bias, A_log, D, dt_bias, dt_limit, groups, conv_state, ssm_state, ring, slots[R],
                  past[R], counts[R], rounds=0)    states move over the first tokens in the ring
+    mamba_lazy_step(as mamba_step, but recent[S,L-1,I+G*N+heads], began[S] before rows) -> [R,I]    writes ssm_state at
+                    every L-th position only; the tokens between wait in `recent`
+    mamba_fold(A_log, dt_bias, dt_limit, groups, ssm_state, recent, slots[R], held[R], counts[R], rounds=0)
+               states move over the first tokens in `recent`
     kv_write(k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows, k_scale=1.0, v_scale=1.0)
     qkv_write(x[T,H], q: Weight[heads*dim,H], k: Weight[kv*dim,H], v: Weight[kv*dim,H], cache[2,pages,page,kv,dim],
               rows, k_scale=1.0, v_scale=1.0) -> [T,heads,dim]     linear of each, kv_write of k and v
@@ -90,6 +95,7 @@ join = Op(_draft.join)
 likeliest = Op(_draft.likeliest)
 take = Op(_table.take)
 put = Op(_table.put)
+clear = Op(_table.clear)
 embed = Op(_linear.embed)
 rms_norm = Op(_norm.rms_norm)
 add_rms_norm = Op(_norm.add_rms_norm)
@@ -103,6 +109,8 @@ causal_conv = Op(_mamba.causal_conv)
 ssd_scan = Op(_mamba.ssd_scan)
 gated_norm = Op(_norm.gated_norm)
 mamba_step = Op(_mamba.mamba_step)
+mamba_lazy_step = Op(_mamba.mamba_lazy_step)
+mamba_fold = Op(_mamba.mamba_fold)
 mamba_verify = Op(_mamba.mamba_verify)
 mamba_replay = Op(_mamba.mamba_replay)
 kv_write = Op(_attention.kv_write)

@@ -41,8 +41,11 @@ class Op:
         if device in _BACKENDS and device not in _loaded:
             _loaded.add(device)
             import_module(_BACKENDS[device])
-        kernel = self._kernels.get((device, _format(args)), self.reference)
-        return kernel(*args, **kwargs)
+        return self.kernel(device, _format(args))(*args, **kwargs)
+
+    def kernel(self, device: str, format: str) -> Callable[..., Any]:
+        """What runs there: the reference, where nothing is registered."""
+        return self._kernels.get((device, format), self.reference)
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"

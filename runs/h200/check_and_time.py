@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,18 @@ from torch import Tensor
 from leyden import ops
 from leyden.bench import kernels as table_of
 from leyden.bench.kernels import graph, replay
-from leyden.cache.pool import Pool, PoolShape
+from leyden.cache.pool import Pool, PoolShape, recent_width
 from leyden.config.model import ModelConfig
+from leyden.formats import Weight
 from leyden.formats.fp8 import FP8
 from leyden.formats.nvfp4 import NVFP4, arrange
 from leyden.model import checkpoint, twins
 from leyden.model.context import Context
+from leyden.model.eight import round_above
+from leyden.ops import eight as products
+from leyden.ops.reference import eight as exactly
 from leyden.ops.rows import Rows
-from leyden.ops.triton import attention, conv, launch, linear, moe, nvfp4, packed, scan, ssm
+from leyden.ops.triton import attention, conv, eight, grouped, launch, linear, moe, nvfp4, packed, scan, ssm
 
 CONFIG = ModelConfig(
     pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
@@ -245,6 +249,9 @@ def check() -> None:
             verdict("  twice the same bits", float((got != again).float().mean()), 0)
             verdict("  states too", float((states[0][1] != states[2][1]).float().mean()), 0)
 
+    for dtype, rounds in ((torch.float32, 0), (torch.float16, 5)):
+        lazy(dtype, rounds)
+
     for lens, past, dtype in (
         ([8192], [0], torch.float32), ([8192], [500], torch.float32), ([8192], [500], torch.float16),
         ([700, 64, 2000], [0, 40, 7], torch.float32), ([300, 17, 1, 129], [0, 40, 7, 1000], torch.float16),
@@ -341,6 +348,42 @@ def check() -> None:
                 verdict("  twice the same", float((got != again).float().mean()), 0)
 
 
+def lazy(dtype: torch.dtype, rounds: int, count: int = 20) -> None:
+    """Steps that write states now and then: rows with up to 15 tokens that wait, a fresh one, one that just began."""
+    batch = rows([0, 1000, *range(1000, 998 + count)])
+    began = torch.tensor([7, 0, 1000, *[0] * (count - 2)], device="cuda").int()
+    small, limit = partial(randn, STATE[0], dtype=torch.float32), (0.0, float("inf"))
+    rates = small().abs(), small() - 3, limit
+    arguments = (
+        randn(count, PROJECTED), randn(CHANNELS, 4, scale=0.5), randn(CHANNELS), rates[0], small(), *rates[1:],
+        randn(INNER), CONFIG.n_groups, 1e-5,
+    )  # fmt: skip
+    window, state = randn(count + 1, 3, CHANNELS), randn(count + 1, *STATE, dtype=dtype)
+    recent = randn(count + 1, 15, recent_width(CONFIG))
+    ours, again, exact = (
+        [window.clone(), made, recent.clone()] for made in (state.clone(), state.clone(), state.float())
+    )
+    got = ops.mamba_lazy_step(*arguments, *ours, began, batch, rounds)
+    twice = ops.mamba_lazy_step(*arguments, *again, began, batch, rounds)
+    with ops.using("reference"):
+        wanted = ops.mamba_lazy_step(*arguments, *exact, began, batch)
+    name, bound = f"mamba_lazy_step {str(dtype)[6:]}", 6e-4 if dtype == torch.float16 else 1e-4
+    verdict(name, error(got, wanted), 4e-3)
+    verdict("  state", error(ours[1][1:], exact[1][1:]), bound)
+    verdict("  states that stay", float((ours[1] == state).all((1, 2, 3)).sum() != count), 0)  # 1 of 20, and slot 0
+    verdict("  what waits", error(ours[2], exact[2]), 1e-4)
+    verdict("  twice the same bits", float((got != twice).float().mean()), 0)
+    verdict("  states too", float((ours[1] != again[1]).float().mean()), 0)
+    assert batch.slots is not None
+    past, slots = batch.past + 1, batch.slots.long()
+    held = torch.maximum(began[slots], past // 16 * 16)
+    moved = ours[1].clone(), ours[1].float()
+    ops.mamba_fold(*rates, CONFIG.n_groups, moved[0], ours[2], slots, held, past - held, rounds)
+    with ops.using("reference"):
+        ops.mamba_fold(*rates, CONFIG.n_groups, moved[1], ours[2], slots, held, past - held)
+    verdict(f"mamba_fold {str(dtype)[6:]}", error(moved[0][1:], moved[1][1:]), bound)
+
+
 def in_8_bits(
     name: list[int], lens: list[int] | None, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Rows
 ) -> None:
@@ -371,22 +414,31 @@ def build() -> None:
 
 
 class Step:
-    """One decode step of `count` rows at `context` tokens, sampling included, as the engine's graph will hold it."""
+    """One decode step of `count` rows at `context` tokens, sampling included, as the engine's graph will hold it. With
+    a period rows are a token apart, so that each step writes as many states as the mean step does."""
 
-    def __init__(self, count: int, context: int = 1024, ssm_dtype: torch.dtype = torch.float32, steps: int = 400):
+    def __init__(
+        self,
+        count: int,
+        context: int = 1024,
+        ssm_dtype: torch.dtype = torch.float32,
+        steps: int = 400,
+        period: int = 1,
+    ):
         self.model = MODEL[0]
         per = -(-(context + steps) // 16)
         shape = PoolShape(
             slots=count + 1, pages=count * per + 1, page=16, max_model_len=per * 16,
             kv_dtype=BF, conv_dtype=BF, ssm_dtype=ssm_dtype,
-            rounds=5,
+            rounds=5, period=period,
         )  # fmt: skip
         self.pool = pool = Pool(CONFIG, shape, "cuda")
         pool.kv.normal_()
         pool.conv.normal_()
         pool.ssm.normal_().mul_(0.1)
         pool.tables[1:] = torch.randperm(count * per, device="cuda").add(1).view(count, per)
-        pool.committed[1:] = context
+        pool.committed[1:] = context + torch.arange(count, device="cuda") % period
+        pool.recent.normal_()
         self.slots = torch.arange(1, count + 1, device="cuda").int()
         self.last = torch.randint(CONFIG.vocab_size, (count + 1,), device="cuda")
         self.starts = torch.arange(count + 1, device="cuda").int()
@@ -443,38 +495,43 @@ def distinct(step: Step) -> float:
     return sum(counts) / len(counts)
 
 
-def floor(count: int, experts: float, context: int, state_bytes: int) -> float:
+def floor(count: int, experts: float, context: int, state_bytes: int, period: int = 1) -> float:
     """Milliseconds to read what a step needs once."""
     layers = {letter: CONFIG.pattern.count(letter) for letter in "ME*"}
     weights: float = (
         layers["M"] * (PROJECTED + INNER) * H + layers["*"] * (QUERIES + 2 * KEYS + QUERIES) * H + VOCABULARY * H
     )
     weights += layers["E"] * (2 * H * SHARED + experts * 2 * H * EXPERT + 2 * EXPERTS * H)
-    state = layers["M"] * count * prod(STATE) * state_bytes * 2
+    state = layers["M"] * count * prod(STATE) * state_bytes * (1 + 1 / period)
+    if period > 1:
+        state += layers["M"] * count * recent_width(CONFIG) * 2 * (period + 1) / 2
     kv = layers["*"] * count * context * 2 * KEYS * 2
     total: float = 2 * weights + state + kv
     return total / READ * 1e3
 
 
-def whole(counts: tuple[int, ...] = (1, 8, 32, 64, 128, 256), dtype: torch.dtype = torch.float32) -> None:
+def whole(
+    counts: tuple[int, ...] = (1, 8, 32, 64, 128, 256), dtype: torch.dtype = torch.float32, period: int = 1
+) -> None:
+    often = f", one in {period} written" if period > 1 else ""
     for count in counts:
         try:
-            step = Step(count, ssm_dtype=dtype)
+            step = Step(count, ssm_dtype=dtype, period=period)
             experts = distinct(step)
             started = time.monotonic()
             made = graph(step)
             took = time.monotonic() - started
             ms = replay(made, 10, 25, 3)
             assert step.out is not None and bool(step.out.isfinite().all()), "logits are not finite"
-            least = floor(count, experts, 1200, dtype.itemsize)
+            least = floor(count, experts, 1200, dtype.itemsize, period)
             rate = count / ms * 1e3
             peer = f" {rate / VLLM[count]:.2f} x vLLM" if count in VLLM else ""
             say(
-                f"  B {count:3d} {str(dtype)[6:]} states: {ms:7.3f} ms/step {rate:8.0f} tok/s, {experts:5.1f} experts, "
-                f"{least / ms:.2f} of the floor{peer}; first capture {took:.1f} s"
+                f"  B {count:3d} {str(dtype)[6:]} states{often}: {ms:7.3f} ms/step {rate:8.0f} tok/s, "
+                f"{experts:5.1f} experts, {least / ms:.2f} of the floor{peer}; first capture {took:.1f} s"
             )
             figures = {"ms": ms, "tok/s": rate, "experts": experts, "floor share": least / ms}
-            record(f"step {count} {str(dtype)[6:]}", figures)
+            record(f"step {count} {str(dtype)[6:]}{often}", figures)
             del made, step
             torch.cuda.empty_cache()
         except Exception:
@@ -482,7 +539,9 @@ def whole(counts: tuple[int, ...] = (1, 8, 32, 64, 128, 256), dtype: torch.dtype
 
 
 def halves() -> None:
+    """FP16 states, written in each step and in one of 16."""
     whole((8, 32, 64, 128, 256), torch.float16)
+    whole((8, 32, 64, 128, 256), torch.float16, 16)
 
 
 def show(run: Callable[[], object], name: str, most: int = 12) -> None:
@@ -726,12 +785,10 @@ def engine() -> None:
     from leyden.engine.memory import Split
     from leyden.types import Request, SamplingParams
 
-    shape = PoolShape(slots=66, pages=66 * 64, page=16, max_model_len=1024, kv_dtype=BF, conv_dtype=BF,
-                      ssm_dtype=torch.float32)  # fmt: skip
-    split = Split(shape, 64, 8192, 0, 0)
-
-    def made(records: bool = True) -> Engine:
-        one = Engine(MODEL[0], split, overlap=True, prefix_caching=False)
+    def made(records: bool = True, period: int = 1) -> Engine:
+        shape = PoolShape(slots=66, pages=66 * 64, page=16, max_model_len=1024, kv_dtype=BF, conv_dtype=BF,
+                          ssm_dtype=torch.float32, period=period)  # fmt: skip
+        one = Engine(MODEL[0], Split(shape, 64, 8192, 0, 0), overlap=True, prefix_caching=False)
         one.runner.graphs._records = records
         return one
 
@@ -748,13 +805,14 @@ def engine() -> None:
                 found.setdefault(delta.request_id, []).extend(delta.token_ids)
         return found
 
-    answers = []
-    for records in (True, False):
-        one = made(records)
-        submit(one, 8, 40, 1.0)
-        answers.append(texts(one))
-    same = sum(a == b for key in answers[0] for a, b in zip(answers[0][key], answers[1][key], strict=True)) / 320
-    verdict("engine: tokens that differ with and without graphs", 1 - same, 0)
+    for period in (1, 16):
+        answers = []
+        for records in (True, False):
+            one = made(records, period)
+            submit(one, 8, 40, 1.0)
+            answers.append(texts(one))
+        same = sum(a == b for key in answers[0] for a, b in zip(answers[0][key], answers[1][key], strict=True)) / 320
+        verdict(f"engine: tokens that differ with and without graphs, period {period}", 1 - same, 0)
     one = made()
     for count in (1, 8, 64):
         submit(one, count, 220, 1.0)
@@ -875,7 +933,20 @@ def time_mamba() -> None:
                 ]  # fmt: skip
                 size = count * prod(STATE) * dtype.itemsize * 2
                 each(f"mamba_step M={count} {str(dtype)[6:]} {shape} {fused}", runs, size)
-            del window, state
+            recent = randn(23, count + 1, 15, recent_width(CONFIG))
+            began, apart = torch.zeros(count + 1, device="cuda").int(), rows([1000 + i % 16 for i in range(count)])
+            for one in (None, *((halves if dtype == torch.float16 else singles) if count > 8 else ())):
+                runs = [
+                    partial(
+                        ssm.mamba_lazy_step, p, m.conv1d.weight[:, 0], m.conv1d.bias, m.A_log, m.D, m.dt_bias,
+                        (0.0, float("inf")), m.norm.weight, CONFIG.n_groups, 1e-5,
+                        window[m.index], state[m.index], recent[m.index], began, apart, 5, one,
+                    )
+                    for m in layers
+                ]  # fmt: skip
+                inputs = 17 * recent_width(CONFIG)  # half a ring, in two bytes each, and what is written
+                each(f"mamba_lazy_step M={count} {str(dtype)[6:]} {one}", runs, count * inputs + size * 17 / 32)
+            del window, state, recent
             torch.cuda.empty_cache()
 
 
@@ -1012,10 +1083,10 @@ def few_bits(count: int) -> list[tuple[str, list[Callable[[], object]], float]]:
     return made
 
 
-def ladder_few_bits(label: str) -> None:
-    for count in (1, 8, 32, 64, 128, 256):
+def ladder_few_bits(label: str, counts: tuple[int, ...] = (1, 8, 32, 64, 128, 256), period: int = 1) -> None:
+    for count in counts:
         try:
-            step = Step(count, ssm_dtype=torch.float16)
+            step = Step(count, ssm_dtype=torch.float16, period=period)
             made = graph(step)
             ms = replay(made, 10, 25, 3)
             assert step.out is not None and bool(step.out.isfinite().all()), "logits are not finite"
@@ -1037,6 +1108,7 @@ def four() -> None:
     in_few_bits()
     check_few_bits()
     ladder_few_bits("as chosen")
+    ladder_few_bits("one state in 16 written", (32, 64, 128, 256), 16)
     for count in (1, 8, 32, 64, 128, 256):
         for one in few_bits(count):
             each(*one)
@@ -1074,6 +1146,164 @@ def four() -> None:
             record(f"prefill {tokens} nvfp4", tokens / ms * 1e3)
 
         tried(f"prompt of {tokens}", timed)
+
+
+def eighth(rows: float) -> None:
+    """Products of more rows than that may round them to 8 bits; inf: as ever."""
+    for weight in MODEL[0].backbone.layers.modules():
+        if isinstance(weight, Weight):
+            weight.eight_above = rows
+    if rows < inf:
+        say(f"  {round_above(MODEL[0], int(rows))} matrices take part above {rows} rows")
+
+
+def check_eight() -> None:
+    """Each op against its arithmetic in plain PyTorch, and how far it is from products in BF16."""
+    mamba, one = mixers("Mamba")[0], mixers("MoE")[0]
+    up, down, shared = one.experts.up_proj, one.experts.down_proj, one.shared_experts
+
+    def both(name: str, got: Tensor, again: Tensor, wanted: Tensor, plain: Tensor) -> None:
+        # Between two products a value that falls to its neighbour in BF16 may fall to its neighbour in E4M3.
+        verdict(f"8 bits {name}", error(got, wanted), 1e-2 if "proj" in name else 2e-2)
+        verdict("  twice the same bits", float((got != again).float().mean()), 0)
+        say(f"  {name:24s} to its arithmetic {error(got, wanted):.1e}, to BF16 {error(got, plain):.1e}")
+        record(f"8 bits against BF16 {name}", error(got, plain))
+
+    def activations() -> None:
+        for size in (H, EXPERT, INNER):
+            x = randn(3000, size)
+            for square in (False, True):
+                got, wanted = eight.rounded(x, square), exactly.rounded(x.float().relu().square() if square else x)
+                verdict(f"8 bits rounded {size}", float((got[0].float() != wanted[0].float()).float().mean()), 1e-3)
+                verdict("  scales", error(got[1], wanted[1]), 1e-6)
+
+    def matrices() -> None:
+        for weight in (up, down, shared.up_proj, shared.down_proj, mamba.in_proj):
+            got, wanted = eight.operand(weight), exactly.operand(weight)
+            verdict(f"8 bits {weight}: codes", float((got[0].float() != wanted[0].float()).float().mean()), 0)
+            verdict("  scales", error(got[1], wanted[1]), 1e-6)
+            torch.cuda.empty_cache()
+
+    def single(count: int) -> None:
+        for name, weight in (("in_proj", mamba.in_proj), ("out_proj", mamba.out_proj)):
+            x = randn(count, weight.shape[1])
+            got, again = eight.linear(x, weight), eight.linear(x, weight)
+            both(f"{name} {count}", got, again, exactly.linear(x, weight), ops.linear(x, weight))
+        x, pair = randn(count, H), (shared.up_proj, shared.down_proj)
+        both(f"shared {count}", eight.mlp(x, *pair), eight.mlp(x, *pair), exactly.mlp(x, *pair), ops.mlp(x, *pair))
+
+    def layer(count: int, uneven: bool) -> None:
+        x, w = randn(count, H), torch.rand(count, CHOICES, device="cuda")
+        likely = torch.rand(count, EXPERTS, device="cuda")
+        if uneven:  # one expert for nobody, one for everybody, some for a few rows
+            likely[:, 3], likely[:, 5], likely[7:, 64:90] = -1, 2, -1
+        arguments = x, likely.topk(CHOICES).indices, w, up, down, shared.up_proj, shared.down_proj
+        got, again = eight.moe(*arguments), eight.moe(*arguments)
+        both(f"moe {count} {'uneven' if uneven else ''}", got, again, exactly.moe(*arguments), ops.moe(*arguments))
+        torch.cuda.empty_cache()
+
+    tried("activations", activations)
+    tried("matrices", matrices)
+    for count in (513, 1000, 8192):
+        tried(f"single {count}", partial(single, count))
+    for count, uneven in ((600, False), (600, True), (2048, True), (8192, False)):
+        tried(f"moe {count}", partial(layer, count, uneven))
+
+
+def time_eight() -> None:
+    """What a layer takes for 8,192 tokens, in 8 bits and as without, and with sums in fp32 every 128 columns."""
+    tokens, mamba, one = 8192, mixers("Mamba"), mixers("MoE")
+    x, inner = randn(tokens, H), randn(tokens, INNER)
+    ids = torch.rand(tokens, EXPERTS, device="cuda").topk(CHOICES).indices
+    w = torch.rand(tokens, CHOICES, device="cuda")
+    wide, flop = randn(tokens * CHOICES, EXPERT), 2 * tokens * H
+    order, offsets = moe.listed(ids, EXPERTS)
+    stacks = [eight.operand(m.experts.up_proj) for m in one[:3]]
+    gathered = eight.rounded(x, False, order, torch.empty_like(order), CHOICES)
+
+    def rate(name: str, runs: Sequence[Callable[[], object]], flop: float) -> None:
+        us = each(name, runs)
+        say(f"    {flop / us / 1e6:.0f} TFLOP/s")
+
+    routed = 2 * CHOICES * flop * EXPERT
+    for name, version in (("8 bits", eight.moe), ("as without", ops.moe)):
+        runs = [partial(version, x, ids, w, m.experts.up_proj, m.experts.down_proj, m.shared_experts.up_proj,
+                        m.shared_experts.down_proj) for m in one[:4]]  # fmt: skip
+        rate(f"moe {tokens}, {name}", runs, routed + 2 * flop * SHARED)
+    for name, call in (("8 bits", eight.linear), ("as without", ops.linear)):
+        rate(f"in_proj {tokens}, {name}", [partial(call, x, m.in_proj) for m in mamba[:6]], flop * PROJECTED)
+        rate(f"out_proj {tokens}, {name}", [partial(call, inner, m.out_proj) for m in mamba[:6]], flop * INNER)
+    each("experts' up_proj recoded", [partial(eight.operand, m.experts.up_proj) for m in one[:4]],
+         EXPERTS * EXPERT * H * (9 / 16 + 1))  # fmt: skip
+    each("x rounded and gathered", [partial(eight.rounded, x, False, order, torch.empty_like(order), CHOICES)] * 4,
+         tokens * H * (2 + CHOICES))  # fmt: skip
+    each("relu^2 rounded", [partial(eight.rounded, wide, True)] * 4, tokens * CHOICES * EXPERT * 3)
+    each("listed", [partial(moe.listed, ids, EXPERTS)] * 4)
+    done, places = randn(tokens * CHOICES, H), torch.randperm(tokens * CHOICES, device="cuda").int()
+    each("summed", [partial(eight.summed, done, places, w, x)] * 4, tokens * H * 2 * (CHOICES + 2))
+    for shape in ((128, 256, 128, 4, 8), (128, 256, 128, 3, 8), (128, 128, 128, 4, 4), (128, 256, 64, 4, 8)):
+        runs = [partial(grouped.product, gathered[0], m[0], None, offsets, False, shape, (gathered[1], m[1]))
+                for m in stacks]  # fmt: skip
+        rate(f"grouped product alone {shape}", runs, routed / 2)
+    into, rounded = [products.as_stored(m.in_proj) for m in mamba[:6]], eight.rounded(x)
+    for fast in (True, False):
+        products.FAST, kept = fast, products.FAST
+        rate(f"product alone, fast {fast}", [partial(products.product, rounded, m) for m in into], flop * PROJECTED)
+        exact = (rounded[0][:64].float() * rounded[1][:64, None]) @ (into[0][0].float() * into[0][1][:, None]).t()
+        off = error(products.product((rounded[0][:64], rounded[1][:64]), into[0]), exact)
+        say(f"    a product is {off:.2e} from exact sums, of which 1.7e-03 is BF16")
+        record(f"8 bits, fast {fast}: off", off)
+        products.FAST = kept
+
+
+def awaited(run: Callable[[], object], times: int = 3) -> float:
+    """Milliseconds of one run; waiting for the device within is an error."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        begin.record()
+        for _ in range(times):
+            run()
+        end.record()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / times
+
+
+def prefill_eight() -> None:
+    """Prompts in the formats of the release with activations in 8 bits and without; checks, and what it takes apart."""
+    if MODEL[0].lm_head.format.name == "dense":
+        in_few_bits()
+    products.check(torch.device("cuda"), BF)
+    check_eight()
+    for tokens in (8192, 2048):
+        ids, context = prompt(tokens)
+
+        def once(ids: Tensor = ids, context: Context = context) -> Tensor:
+            hidden, _ = MODEL[0](ids, context)
+            logits: Tensor = MODEL[0].logits(hidden[-256:])
+            return logits
+
+        def compare(once: Callable[[], Tensor] = once, tokens: int = tokens) -> None:
+            logits = []
+            for how, rows in (("as without", inf), ("8 bits", 512), ("as without", inf), ("8 bits", 512)):
+                eighth(rows)
+                logits.append(once())
+                ms = awaited(once)
+                say(f"  prompt of {tokens}, {how}: {ms:.1f} ms, {tokens / ms * 1e3:.0f} tok/s")
+                record(f"prefill {tokens} nvfp4 {how}", tokens / ms * 1e3)
+            apart = error(logits[1], logits[0])
+            same = float((logits[1].argmax(-1) == logits[0].argmax(-1)).float().mean())
+            say(f"  logits of the last 256 tokens: {apart:.1e} apart, the same token first in {same:.3f} of them")
+            record(f"prefill {tokens} nvfp4, 8 bits: apart", apart)
+
+        tried(f"prompt of {tokens}", compare)
+    eighth(512)
+    tried("what is launched", partial(show, once, "prompt of 2048 in 8 bits", 16))
+    eighth(inf)
+    tried("parts", time_eight)
 
 
 def ahead() -> None:
@@ -1196,11 +1426,12 @@ def speculate() -> None:
 
 SECTIONS = {
     "info": (info, 30), "check": (check, 80), "build": (build, 30), "bisect": (bisect, 40), "whole": (whole, 40),
-    "halves": (halves, 30), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 60),
-    "engine": (engine, 60), "guesses": (guesses, 30), "sample": (time_sample, 30),
-    "mamba": (time_mamba, 50), "moe": (time_moe, 100), "linear": (time_linear, 80), "pdl": (without_pdl, 30),
-    "small": (time_small, 40), "attention": (time_attention, 40), "ahead": (ahead, 240),
-    "four": (four, 150), "tune": (tune, 150), "speculation": (speculate, 150),
+    "halves": (halves, 60), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 60),
+    "engine": (engine, 80), "guesses": (guesses, 30), "sample": (time_sample, 30),
+    "mamba": (time_mamba, 80), "moe": (time_moe, 100), "linear": (time_linear, 80), "pdl": (without_pdl, 30),
+    "small": (time_small, 40), "attention": (time_attention, 40), "four": (four, 160), "tune": (tune, 150),
+    "ahead": (ahead, 240), "prefill8": (prefill_eight, 120),
+    "speculation": (speculate, 150),
 }  # fmt: skip
 USUAL = (
     "info", "check", "build", "whole", "halves", "prefill", "parts", "kernels", "engine", "guesses", "sample", "mamba",

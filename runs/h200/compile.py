@@ -28,7 +28,7 @@ from leyden.formats import Weight
 from leyden.formats.fp8 import FP8
 from leyden.formats.nvfp4 import NVFP4, Tiled
 from leyden.ops.rows import Rows
-from leyden.ops.triton import attention, conv, draft, linear, moe, norm, nvfp4, qkv, sample, scan, ssm
+from leyden.ops.triton import attention, conv, draft, eight, linear, moe, norm, nvfp4, qkv, sample, scan, ssm
 
 SHARED = 232_448  # bytes that a program can have
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -119,6 +119,12 @@ def mamba() -> None:
             states = empty(count + 1, 3, 6144), empty(count + 1, 64, 64, 128, dtype=dtype)
             one, few = (empty(count, 10304), rows([1] * count)), (empty(4 * count, 10304), rows([4] * count))
             under(f"step {count}", ssm.mamba_step, one[0], *layer, *tail, *states, one[1], 5)
+            began = torch.zeros(count + 1, dtype=torch.int32)
+            recent = empty(count + 1, 15, 5184), began
+            for rounds in (0, 5):
+                under(f"lazy {count}", ssm.mamba_lazy_step, one[0], *layer, *tail, *states, *recent, one[1], rounds)
+                fold = (decays[0], *decays[2:], 8, states[1], recent[0], numbers, numbers, numbers, rounds)
+                under(f"fold {count}", ssm.mamba_fold, *fold)
             under(f"verify {count}", ssm.mamba_verify, few[0], *layer, *tail, *states, ring, few[1])
             under(f"replay {count}", ssm.mamba_replay, *layer, 8, *states, ring, numbers, numbers, numbers, 5)
     for lens in ([200], [700], [1000, 300]):
@@ -148,10 +154,13 @@ def attend() -> None:
 def products() -> None:
     for count in (1, 2, 8, 16, 64):
         for size, k in ((10304, 2688), (2688, 4096), (256, 2688), (131072, 2688)):
-            x, plain, eight, four = empty(count, k), *(weight(size, k, format=f) for f in (None, FP8(), Tiled(NVFP4())))
+            x, plain, bytes_, four = (
+                empty(count, k),
+                *(weight(size, k, format=f) for f in (None, FP8(), Tiled(NVFP4()))),
+            )
             if count <= linear.NARROW_ROWS:
                 under(f"{count} x {size}", linear.linear, x, plain)
-            under(f"{count} x {size} fp8", linear.linear_fp8, x, eight)
+            under(f"{count} x {size} fp8", linear.linear_fp8, x, bytes_)
             under(f"{count} x {size} nvfp4", nvfp4.linear_nvfp4, x, four, F32)
             if count == 1:
                 added = x, x, empty(k), 1e-5
@@ -175,6 +184,15 @@ def products() -> None:
         else:
             under(f"experts {count} nvfp4", nvfp4.experts_nvfp4, x, ids, scores, *packed[:2])
     under("decoded nvfp4", nvfp4.decoded, packed[0])
+    for matrix in packed:
+        under(f"recoded {matrix.shape[-1]}", eight.operand, matrix)
+    order = torch.empty(49152, dtype=torch.int32)
+    for square in (False, True):
+        for size in (2688, 1856, 4096):
+            under(f"rounded {size} {square}", eight.rounded, empty(8192, size), square)
+    under("rounded and gathered", eight.rounded, empty(8192, 2688), False, order, order, 6)
+    for also in (None, empty(8192, 2688)):
+        under("summed", eight.summed, empty(49152, 2688), order, empty(8192, 6, dtype=F32), also)
     under("widened fp8", linear.linear_fp8, empty(300, 16), weight(64, 16, format=FP8()))
 
 

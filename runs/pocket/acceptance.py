@@ -37,13 +37,14 @@ USED: dict[str, dict[str, Any]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Count the drafts that are kept.")
+    parser.add_argument("--model", default="pocket", help="or what has been made of it: pocket-nvfp4")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=256, help="of an answer, at most")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    folder = resolve("pocket")
+    folder = resolve(given.model)
     asked = prompts(folder, given.prompts, 1, 1200)
-    texts, _ = run({}, asked, given.tokens)
+    texts, _ = run(given.model, {}, asked, given.tokens)
     pairs = zip(asked, texts, strict=True)
     own = Corpus.collect((p + t, [False] * len(p) + [True] * len(t)) for p, t in pairs if t)
     model = checkpoint.build(ModelConfig.from_folder(folder), torch.float32, "cpu", mtp=True)
@@ -58,7 +59,7 @@ def main() -> int:
         for n, each in counted[name].items():
             kept = " ".join(f"{share:.3f}" for share in each.accepted)
             print(f"{name:7} {n} drafts: {each.tokens_per_step:.3f} tokens a step, kept {kept}")
-        found, stats = run(settings, asked, given.tokens)
+        found, stats = run(given.model, settings, asked, given.tokens)
         n = settings["num_speculative_tokens"]
         wanted = counted[name][n].tokens_per_step
         same = sum(a == b for a, b in zip(texts, found, strict=True))
@@ -70,8 +71,8 @@ def main() -> int:
     return 0
 
 
-def run(drafting: dict[str, Any], asked: list[list[int]], tokens: int) -> tuple[list[list[int]], Any]:
-    common: dict[str, Any] = {"model": "pocket", "device": "cpu", "dtype": "float32", "max_num_seqs": STREAMS}
+def run(model: str, drafting: dict[str, Any], asked: list[list[int]], tokens: int) -> tuple[list[list[int]], Any]:
+    common: dict[str, Any] = {"model": model, "device": "cpu", "dtype": "float32", "max_num_seqs": STREAMS}
     common |= {"max_model_len": 1200 + tokens, "enable_prefix_caching": False}
     engine = Engine.load(EngineConfig(**common, speculative_config=drafting))
     texts: list[list[int]] = []

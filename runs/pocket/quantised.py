@@ -1,10 +1,12 @@
 """Quantises pocket by every recipe, and says what that costs, from what run.py has left in OUT.
 
-    python runs/pocket/quantised.py --out OUT          about an hour on two cores, ten minutes on sixteen
-    python runs/pocket/quantised.py --out OUT --tiny   a toy, for the toy of run.py --tiny
+    python runs/pocket/quantised.py --out OUT                   about an hour on two cores, ten minutes on sixteen
+    python runs/pocket/quantised.py --out OUT --model pocket    of the pocket that ships; OUT may be empty
+    python runs/pocket/quantised.py --out OUT --tiny            a toy, for the toy of run.py --tiny
 
     OUT/calibration.jsonl, OUT/known.jsonl    training examples to measure activations on, held-out ones to compare on
     OUT/quantised/RECIPE/     what `leyden quantize` makes (its report and figure included), or RECIPE.gguf
+    OUT/quantised/pocket-nvfp4/     what ships under this name: every matrix but the embeddings in NVFP4
     OUT/evals/RECIPE/         what `leyden bench evals` finds, and for bf16 the original
     OUT/quantised.json        bytes, divergence and accuracy of each; the table on stdout is made of it
 
@@ -23,10 +25,16 @@ from torch import Tensor
 from leyden.bench import evals
 from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
+from leyden.formats import Dense, Format
+from leyden.formats.nvfp4 import NVFP4
 from leyden.model import checkpoint
 from leyden.model.nemotron import Nemotron
+from leyden.model.source import Source
 from leyden.quantize.calibrate import Texts, read
 from leyden.quantize.command import main as quantize
+from leyden.quantize.convert import Conversion, Options
+from leyden.quantize.recipe import Recipe
+from leyden.quantize.report import draw
 from leyden.synthetic.__main__ import main as synthetic
 
 SHARD_BYTES = 15_000_000  # as run.py: files that a repository takes
@@ -39,19 +47,21 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "gguf-q4_0": (),
     "gguf-nvfp4": (),
 }
-CACHED = ("bf16", "nvfp4")  # answered once more with keys and values in FP8: without scales, and with measured ones
+SMALLEST = "pocket-nvfp4"
+CACHED = ("bf16", SMALLEST)  # answered once more with keys and values in FP8: without scales, and with measured ones
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Quantise pocket and measure what it costs.")
     parser.add_argument("--out", type=Path, required=True, help="the folder that run.py has filled")
-    parser.add_argument("--model", type=Path, help="another checkpoint than OUT/model")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--model", help="another checkpoint than OUT/model, or pocket: the one that ships")
+    parser.add_argument("--recipes", nargs="+", choices=(*RECIPES, SMALLEST), default=[*RECIPES, SMALLEST])
     parser.add_argument("--answers", type=int, default=1000, help="held-out prompts that are answered; 0: none")
     parser.add_argument("--tiny", action="store_true", help="a toy, to see that everything works")
     arguments = parser.parse_args()
-    out, model = arguments.out, arguments.model or arguments.out / "model"
+    out, model = arguments.out, resolve(arguments.model or arguments.out / "model")
     count, answers = (8, min(4, arguments.answers)) if arguments.tiny else (256, arguments.answers)
+    out.mkdir(parents=True, exist_ok=True)
     calibration, known = out / "calibration.jsonl", out / "known.jsonl"
     for path, split, size in ((calibration, "train", count), (known, "heldout", 8 if arguments.tiny else 200)):
         if not path.exists():
@@ -66,11 +76,13 @@ def main() -> int:
         print(recipe, found[recipe], flush=True)
     if answers:
         places = {"bf16": model} | {recipe: path_of(out / "quantised", recipe) for recipe in arguments.recipes}
-        for name, place in places.items():
-            found[name]["right"] = accuracy(place, out / "evals" / name, answers)
+        right = {name: accuracy(place, out / "evals" / name, answers) for name, place in places.items()}
         for name in [name for name in CACHED if name in places]:
-            right = accuracy(places[name], out / "evals" / f"{name}-fp8-cache", answers, "--kv-cache-dtype", "fp8")
-            found[f"{name}, fp8 cache"] = {"bytes": found[name]["bytes"], "right": right}
+            folder = out / "evals" / f"{name}-fp8-cache"
+            right[f"{name}, fp8 cache"] = accuracy(places[name], folder, answers, "--kv-cache-dtype", "fp8")
+            found[f"{name}, fp8 cache"] = {"bytes": found[name]["bytes"]}
+        for name, entry in found.items():
+            entry |= compared(right[name], right["bf16"])
     (out / "quantised.json").write_text(json.dumps(found, indent=2) + "\n")
     print(table(found))
     return 0
@@ -82,6 +94,9 @@ def path_of(folder: Path, recipe: str) -> Path:
 
 def convert(model: Path, recipe: str, calibration: Path, folder: Path) -> Path:
     made = path_of(folder, recipe)
+    if recipe == SMALLEST:
+        make_smallest(model, calibration, made)
+        return made
     words = [str(model), "--recipe", recipe, "--out", str(made), "--no-progress", *RECIPES[recipe]]
     if made.suffix != ".gguf":
         words += ["--calibration", str(calibration), "--shard-bytes", str(SHARD_BYTES)]
@@ -89,6 +104,21 @@ def convert(model: Path, recipe: str, calibration: Path, folder: Path) -> Path:
         print("leyden quantize", *words, flush=True)
         quantize(words)
     return made
+
+
+def make_smallest(model: Path, calibration: Path, made: Path) -> None:
+    """Attention, Mamba, head and MTP module too: with what the recipes of `leyden quantize` leave in BF16, the package
+    would be larger than it may be."""
+    options = Options(SMALLEST, gptq=True, shard_bytes=SHARD_BYTES)
+    with Source(model) as source:
+        texts = read(calibration, source.folder, 256, 2048)
+        chosen = Recipe(SMALLEST, all_but_embeddings, fp8_cache=True)
+        report = Conversion(source, chosen, options, made, texts).run(progress=False)
+        draw(report, source.config, made / "sensitivity.png")
+
+
+def all_but_embeddings(part: str, shape: tuple[int, ...]) -> Format:
+    return Dense() if part == "embeddings" else NVFP4(four_over_six=True)
 
 
 def load(path: Path) -> Nemotron:
@@ -133,21 +163,26 @@ def accuracy(model: Path, folder: Path, answers: int, *flags: str) -> list[bool]
     return [json.loads(line)["right"] for line in (folder / "answers.jsonl").read_text().splitlines()]
 
 
+def compared(right: list[bool], base: list[bool]) -> dict[str, int]:
+    """Numbers of prompts: all, answered right, right only here, right only by the original."""
+    return {
+        "answers": len(right),
+        "right": sum(right),
+        "gained": sum(a and not b for a, b in zip(right, base, strict=True)),
+        "lost": sum(b and not a for a, b in zip(right, base, strict=True)),
+    }
+
+
 def table(found: dict[str, dict[str, Any]]) -> str:
     """As Markdown. The error of a difference is that of the prompts on which the two disagree."""
     lines = ["| | MB | KL, nats | same top token | right | against BF16, points |", "|---|---|---|---|---|---|"]
-    base = found["bf16"].get("right")
     for name, entry in found.items():
         cells = [name, f"{entry['bytes'] / 1e6:.1f}"]
         cells += [f"{entry['divergence']:.4f}", f"{entry['same_top_token']:.1%}"] if "divergence" in entry else ["", ""]
-        if base:
-            right = entry["right"]
-            changed = [int(a) - int(b) for a, b in zip(right, base, strict=True)]
-            error = sum(map(abs, changed)) ** 0.5
-            cells.append(f"{sum(right) / len(right):.1%}")
-            cells.append(
-                "" if name == "bf16" else f"{100 * sum(changed) / len(right):+.1f} ± {100 * error / len(right):.1f}"
-            )
+        if "answers" in entry:
+            points, gained, lost = 100 / entry["answers"], entry["gained"], entry["lost"]
+            difference = f"{points * (gained - lost):+.1f} ± {points * (gained + lost) ** 0.5:.1f}"
+            cells += [f"{entry['right'] * points:.1f}%", "" if name == "bf16" else difference]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

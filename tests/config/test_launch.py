@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from leyden.config.engine import EngineConfig
 from leyden.config.flags import table
 from leyden.config.launch import Launch
 from leyden.config.speculative import SpeculativeConfig
@@ -97,6 +98,26 @@ def test_rounding_of_states():
     assert launch("--mamba-cache-philox-rounds", "5").engine.state_rounds == 0
 
 
+def test_prompts_in_8_bits():
+    assert launch().engine.prefill_dtype == launch("--prefill-dtype", "auto").engine.prefill_dtype == "auto"
+    assert launch("--prefill-dtype", "fp8").engine.prefill_dtype == "fp8" and notes("--prefill-dtype", "fp8") == []
+    with pytest.raises(ConfigError, match="--prefill-dtype: expected one of auto, fp8, got 'int8'"):
+        launch("--prefill-dtype", "int8")
+    with pytest.raises(ConfigError, match="--prefill-dtype must be auto or fp8, got 'e4m3'"):
+        EngineConfig(model="m", prefill_dtype="e4m3")
+
+
+def test_states_that_are_written_now_and_then():
+    made = launch("--use-replayssm", "--replayssm-buffer-len", "8")
+    assert made.engine.state_period == 8 and not made.notes("cuda")
+    assert made.notes("cpu") == ["--use-replayssm has no effect on a CPU: only kernels for CUDA can do that"]
+    assert (
+        launch("--replayssm-buffer-len", "8").engine.state_period
+        == launch("--no-use-replayssm").engine.state_period
+        == 1
+    )
+
+
 def test_environment(monkeypatch: pytest.MonkeyPatch):
     made = launch("--hf-token", "t", "--download-dir", "d", "--device-ids", "0,2")
     assert made.environment == {"HF_TOKEN": "t", "HF_HUB_CACHE": "d", "CUDA_VISIBLE_DEVICES": "0,2"}
@@ -124,6 +145,40 @@ def test_one_line_for_each_flag_without_effect():
     assert notes("--swap-space", "4") == [
         "--swap-space 4.0 has no effect: --kv-offloading-size sizes the host memory of the cache"
     ]
+
+
+def test_backends_that_have_an_effect_are_told_from_those_that_have_none():
+    argv = [
+        "--mamba-backend",
+        "FlashInfer",
+        "--mamba-ssu-algorithm",
+        "horizontal",
+        "--moe-backend",
+        "flashinfer-cutlass",
+    ]
+    engine = launch(*argv, "--linear-backend", "humming").engine
+    assert (engine.mamba_backend, engine.mamba_ssu_algorithm) == ("flashinfer", "horizontal")
+    assert (engine.moe_backend, engine.linear_backend) == ("flashinfer_cutlass", "humming")
+    assert notes(*argv, "--linear-backend", "humming", device="cuda") == []
+    lines = notes(*argv, device="cpu")
+    assert len(lines) == 3 and all(
+        line.endswith(" has no effect on a CPU: leyden's own kernels for CPUs run") for line in lines
+    )
+    engine = launch("--mamba-backend", "cpu", "--moe-backend", "marlin", "--linear-backend", "machete").engine
+    assert (engine.mamba_backend, engine.moe_backend, engine.linear_backend) == ("triton", "auto", "auto")
+
+
+def test_backends_in_an_object():
+    argv = ["--kernel-config", '{"moe_backend": "humming", "linear_backend": "marlin"}']
+    engine = launch(*argv).engine
+    assert (engine.moe_backend, engine.linear_backend) == ("humming", "auto")
+    (line,) = notes(*argv, device="cuda")
+    assert line.startswith('--kernel-config {"linear_backend": "marlin"} has no effect: ')
+    assert notes("--kernel-config.moe_backend", "humming", device="cuda") == []
+    assert "has no effect" in notes("--kernel-config.moe_backend", "humming", device="cpu")[0]
+    assert launch(*argv, "--moe-backend", "auto").engine.moe_backend == "auto"
+    with pytest.raises(ConfigError, match="--moe-backend: expected one of .*, got 'nope'"):
+        launch("--kernel-config.moe_backend", "nope")
 
 
 def test_reasons_name_work_to_come():

@@ -70,6 +70,9 @@ def engine(
     host=(0, 0),
     drafter=None,
     draft_layers=None,
+    ssm_dtype=torch.float32,
+    rounds=0,
+    period=1,
     **options,
 ) -> Engine:
     draft = DraftShape()
@@ -82,8 +85,10 @@ def engine(
         max_model_len=max_model_len,
         kv_dtype=torch.float32,
         conv_dtype=torch.float32,
-        ssm_dtype=torch.float32,
+        ssm_dtype=ssm_dtype,
         draft=draft,
+        rounds=rounds,
+        period=period,
     )
     split = Split(shape, seqs, step_tokens, 0, 0, host_slots=host[0], host_pages=host[1])
     return Engine(model, split, drafters=[drafter] if drafter else (), **options)

@@ -191,6 +191,23 @@ def test_states_are_rounded_at_random_where_they_are_fp16_and_that_is_asked_for(
         EngineConfig(model="m", mamba_cache_philox_rounds=-1)
 
 
+def test_tokens_that_wait_take_room_on_cuda():
+    lazy = EngineConfig(model="m", max_num_seqs=2, use_replayssm=True)
+    assert divide(lazy, TINY, torch.float32, "cpu", 4 * MIB).shape.period == 1
+    plain, more = (
+        divide(config, TINY, torch.bfloat16, "cuda", 8 * MIB) for config in (replace(lazy, use_replayssm=False), lazy)
+    )
+    pool = Pool(TINY, more.shape, "meta")
+    assert (plain.shape.period, more.shape.period) == (1, 16)
+    assert more.slot_bytes - plain.slot_bytes == pool.recent[:, 0].nbytes == 4 * 15 * (64 + 2 * 16 + 4) * 2
+    parts = (pool.kv, pool.conv, pool.ssm, pool.recent)
+    assert sum(part.nbytes for part in parts) == more.shape.slots * more.slot_bytes + more.shape.pages * more.page_bytes
+    with pytest.raises(ConfigError, match=r"--replayssm-buffer-len must be in 1\.\.32, got 33"):
+        EngineConfig(model="m", replayssm_buffer_len=33)
+    with pytest.raises(ConfigError, match="--use-replayssm has kernels of its own, which --mamba-backend flashinfer"):
+        replace(lazy, mamba_backend="flashinfer")
+
+
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_an_engine_rounds_its_states_at_random(tmp_path: Path, drafts: int):
     checkpoints.tiny(tmp_path, "mtp", tokenizer=False)

@@ -7,18 +7,16 @@ One or two rows of x meet codes as they lie: a lane has some of the columns, and
 them codes are turned first, TALL rows and CHUNK columns at a time: a lane has a row of the matrix then, nothing is added
 up, and a scale is a vector. */
 
-#include "matrix.h"
+#include "dots.h"
 
 #if WIDTH == 64 && defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512BF16__)
 
-const int64_t has_dots = 1;
-
 enum {
-    CHUNK = 128,       /* columns; sums of so many products fit in 32 bits: 255 * 127 * 256 * 128 */
-    QUADS = 16,        /* of 64 codes: a product of the machine has four columns */
-    LEAST = 16,        /* columns of the narrowest groups */
-    FEW = 2,           /* rows of x for which turning is not worth it */
-    AT_ONCE = 4,       /* rows of x with 8-bit floats, which lie in lanes of columns */
+    QUADS = 16,  /* of 64 codes: a product of the machine has four columns */
+    FLOATS = 64, /* columns of 8-bit floats that are taken together */
+    FEW = 2,     /* rows of x for which turning is not worth it */
+    AT_ONCE = 4, /* rows of x with 8-bit floats, which lie in lanes of columns */
+    FIXED_HEAD = 64,
 };
 
 /* CHUNK columns of a row of x, in the order in which a format has its codes: those of 4 bits are of two columns in a byte,
@@ -27,6 +25,8 @@ typedef struct {
     int8_t high[CHUNK], low[CHUNK];
     int32_t less[2 * QUADS]; /* what the offset adds to a group, taken away from its first quad */
 } Fixed;
+
+const int64_t fixed_bytes = sizeof(Fixed), floats_bytes = 2 * FLOATS;
 
 /* The same columns of TALL rows: lane r of quads[i] has four codes of row r. */
 typedef struct {
@@ -45,20 +45,7 @@ typedef struct {
     uint8_t table[2][128]; /* low bytes, high bytes; without sign. Fixed point ends before it. */
 } Head;
 
-enum { FIXED_HEAD = 64, FLOATS = 64 };
-
 static int32_t offset_of(int64_t kind) { return kind == E2M1 ? 12 : kind == Q8_0 || kind == INT8 ? 128 : 8; }
-
-/* Whether a byte has codes of two columns. */
-INLINE int packed(int64_t kind) { return kind == E2M1 || kind == INT4 || kind == Q4_0; }
-
-static int64_t groups_of(const Matrix *m) { return m->scales ? (m->columns + m->wide - 1) / m->wide : 1; }
-
-/* Columns that have one scale, and sums of their own. */
-static int64_t group_of(const Matrix *m) {
-    const int64_t wide = m->kind == Q8_0 || m->kind == Q4_0 ? Q_RUN : m->scales ? m->wide : m->columns;
-    return wide > CHUNK ? CHUNK : wide < LEAST ? LEAST : wide;
-}
 
 /* Quads of a group: all in a row, or so many in both halves of packed codes. x is zero in those too many. */
 static int64_t quads_of(const Matrix *m) {
@@ -466,9 +453,9 @@ void dots(const Matrix *m, int64_t row, int64_t count, const void *const *x, int
     }
 }
 
-#else
+#elif !defined(__ARM_FEATURE_DOTPROD) /* see dots_arm.c */
 
-const int64_t has_dots = 0;
+const int64_t fixed_bytes = 0, floats_bytes = 0;
 
 int64_t ready_bytes(const Matrix *m) { return 0 * m->kind; }
 void make_ready(const Matrix *m, const void *x, int type, void *out) { (void)m, (void)x, (void)type, (void)out; }

@@ -16,6 +16,8 @@ the extension has no word for an instruction. */
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 /* Defines a kernel and says how many bytes of arguments it takes. */
@@ -82,6 +84,8 @@ INLINE vec vmin(vec a, vec b) { return pick(a < b, a, b); }
 INLINE vec from_bf16(half x) {
 #if WIDTH == 64
     return (vec)((uvec)_mm512_cvtepu16_epi32((__m256i)x) << 16);
+#elif defined(__aarch64__)
+    return (vec)vshll_n_u16((uint16x4_t)x, 16);
 #else
     return (vec)(__builtin_convertvector(x, uvec) << 16);
 #endif
@@ -91,6 +95,8 @@ INLINE vec from_bf16(half x) {
 INLINE half to_bf16(vec x) {
 #if WIDTH == 64 && defined(__AVX512BF16__)
     return (half)_mm512_cvtneps_pbh(x);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (half)vcvt_bf16_f32((float32x4_t)x);
 #else
     uvec bits = (uvec)x;
     uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -109,6 +115,8 @@ INLINE vec from_f16(half x) {
     return _mm512_cvtph_ps((__m256i)x);
 #elif WIDTH == 32 && defined(__F16C__)
     return _mm256_cvtph_ps((__m128i)x);
+#elif defined(__aarch64__)
+    return (vec)vcvt_f32_f16((float16x4_t)x);
 #elif defined(__FLT16_MANT_DIG__)
     vec out;
     for (int i = 0; i < LANES; i++) {
@@ -127,6 +135,8 @@ INLINE half to_f16(vec x) {
     return (half)_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
 #elif WIDTH == 32 && defined(__F16C__)
     return (half)_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+    return (half)vcvt_f16_f32((float32x4_t)x);
 #elif defined(__FLT16_MANT_DIG__)
     half out;
     for (int i = 0; i < LANES; i++) {
@@ -244,6 +254,8 @@ INLINE float sum(vec x) {
     x += (vec)_mm256_permute_ps(x, 0x4e);
     x += (vec)_mm256_permute_ps(x, 0xb1);
     return x[0] + x[4];
+#elif defined(__aarch64__)
+    return vaddvq_f32((float32x4_t)x);
 #else
     return (x[0] + x[2]) + (x[1] + x[3]);
 #endif
@@ -286,6 +298,8 @@ INLINE vec sums(const vec x[LANES]) {
 #undef SHUFFLE
 #elif WIDTH == 32
     return _mm256_permute2f128_ps(quarter[0], quarter[1], 0x20) + _mm256_permute2f128_ps(quarter[0], quarter[1], 0x31);
+#elif defined(__aarch64__)
+    return (vec)vpaddq_f32(vpaddq_f32((float32x4_t)x[0], (float32x4_t)x[1]), vpaddq_f32((float32x4_t)x[2], (float32x4_t)x[3]));
 #else
     vec out = {};
     for (int i = 0; i < LANES; i++) out[i] = sum(x[i]);

@@ -103,3 +103,10 @@ KERNEL(embed, Embed) {
 
 /* Whether rows that meet a BF16 matrix stay BF16. */
 const int64_t dot_bf16 = DOT(BF16) == BF16;
+
+/* Whether the machine multiplies tiles of BF16 (AMX). The kernels do not, oneDNN does. */
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+const int64_t has_tiles = 1;
+#else
+const int64_t has_tiles = 0;
+#endif

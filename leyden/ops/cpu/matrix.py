@@ -34,10 +34,10 @@ _READY = Kernel("make_rows_ready", "tt" + MATRIX + "iii")
 _PLAIN, _E4M3, _E2M1, _INT4, _Q8_0, _Q4_0, _INT8 = range(7)  # as in matrix.h
 _SCALE_E4M3, _SCALE_E8M0 = 3, 4
 _MOST_SCALES = 2048
-_CHUNKS = {_E4M3: (320, 64, 128)}  # of rows made ready: bytes before the columns; columns, bytes for them
-_CHUNKS |= dict.fromkeys((_E2M1, _INT4, _Q8_0, _Q4_0, _INT8), (64, 128, 384))
+# Of rows made ready, as in dots.h: bytes before the columns; columns, bytes for them
+_CHUNKS = {_E4M3: (320, 64, constant("floats_bytes"))}
+_CHUNKS |= dict.fromkeys((_E2M1, _INT4, _Q8_0, _Q4_0, _INT8), (64, 128, constant("fixed_bytes")))
 _PANEL = 24  # rows of codes that are unpacked together, as in product.h
-_has_dots = bool(constant("has_dots"))
 _dot_bf16 = bool(constant("dot_bf16"))
 
 
@@ -68,9 +68,9 @@ class Matrix:
 
         Fixed point has 16 bits for a row: more than BF16 has for its larger numbers, but less than F32 has.
         """
-        if self.kind == _PLAIN or not _has_dots or self.dtype != torch.bfloat16:
+        head, taken, size = _CHUNKS.get(self.kind, (0, 1, 0))
+        if not size or self.dtype != torch.bfloat16:
             return [], None
-        head, taken, size = _CHUNKS[self.kind]
         out = empty(len(x), head + -(-self.columns // taken) * size, dtype=torch.uint8)
         return [_READY(x, out, *self.fields, len(x), x.stride(0), types[x.dtype])], out
 

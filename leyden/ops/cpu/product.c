@@ -15,6 +15,18 @@ enum {
     AHEAD_BYTES = 16 * 1024,  /* of the matrix, at least: from asking for it to its arrival */
 };
 
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+/* Eight of them, zeros beyond the first `count`. */
+INLINE bfloat16x8_t eight(const char *at, int64_t count) {
+    bfloat16x8_t x = {};
+    if (count >= 8)
+        memcpy(&x, at, 16);
+    else
+        memcpy(&x, at, 2 * count);
+    return x;
+}
+#endif
+
 /* acc[m * N + n] = x[m] . row n of w, k elements each, in LANES sums; `stride` bytes between the rows of w.
 
 Memory delivers most when it is read in one stream. That is what happens with N = 1; otherwise the tile asks for the
@@ -34,6 +46,20 @@ INLINE void tile(const void *const *x, const char *w, int64_t stride, int64_t k,
             for (int m = 0; m < M; m++) {
                 const __m512bh row = (__m512bh)_mm512_maskz_loadu_epi16(mask, (const char *)x[m] + 2 * i);
                 for (int n = 0; n < N; n++) acc[m * N + n] = _mm512_dpbf16_ps(acc[m * N + n], row, column[n]);
+            }
+        }
+        return;
+    }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    if (type == BF16) {
+        for (; i < k; i += 8) {
+            bfloat16x8_t column[TILE_N];
+            for (int n = 0; n < N; n++) column[n] = eight(w + n * stride + 2 * i, k - i);
+            if (N > 1 && ahead) __builtin_prefetch(ahead + 2 * N * i, 0, 2);
+            for (int m = 0; m < M; m++) {
+                const bfloat16x8_t row = eight((const char *)x[m] + 2 * i, k - i);
+                for (int n = 0; n < N; n++)
+                    acc[m * N + n] = (vec)vbfdotq_f32((float32x4_t)acc[m * N + n], row, column[n]);
             }
         }
         return;
@@ -103,7 +129,11 @@ INLINE void blocks(const void *const *x, int64_t count, const char *w, int64_t r
                 switch (some) {
 #define CASE(M)                                                                  \
     case M: strip(x + first, w, n, end, k, first == 0, M, type, out); break
+#if WIDTH == 16
+                    CASE(1); /* one sum alone would wait for itself at every step of so short vectors */
+#else
                     case 1: strip_of_one(x + first, w, n, end, k, type, out[0]); break;
+#endif
                     CASE(2);
                     CASE(3);
                     CASE(4);

@@ -8,7 +8,7 @@ machine multiplies pairs of them, else F32. */
 
 #include "matrix.h"
 
-#if WIDTH == 64 && defined(__AVX512BF16__)
+#if (WIDTH == 64 && defined(__AVX512BF16__)) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define DOT(type) (type)
 #else
 #define DOT(type) F32

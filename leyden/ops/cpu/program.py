@@ -93,6 +93,11 @@ def run(*steps: Step, work: float = _SMALL) -> None:
         _execute(b"".join(words), torch.get_num_threads() if work >= _SMALL else 1)
 
 
+def recording() -> bool:
+    """Whether a Program is being made of what runs now: it takes steps, and nothing else."""
+    return _thread.recorder is not None
+
+
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """Room for a result or for work in progress: every binding of a kernel gets its memory here."""
     recorder = _thread.recorder

@@ -113,19 +113,140 @@ def mamba_step(
     arguments are those of causal_conv, ssd_scan and gated_norm, one after the other. Both states are updated. With
     `rounds` an fp16 state is rounded as at_random() does it, else to nearest.
     """
-    count, heads = len(projected), len(A_log)
-    inner, width = len(norm_weight), groups * ssm_state.shape[-1]
-    z, xBC, dt = projected.split([inner, inner + 2 * width, heads], dim=-1)
-    xBC = causal_conv(xBC, conv_weight, conv_bias, conv_state, rows).float()
+    z, x, B, C, dt = _convolved(projected, conv_weight, conv_bias, len(A_log), len(norm_weight), conv_state, rows)
+    state = _moved(_initial(ssm_state, rows).float(), x, dt, B, A_log, dt_bias, dt_limit, groups)
+    ssm_state[rows.slots] = _stored(state, ssm_state.dtype, A_log, rows.past, rounds)
+    return _read(state, x, C, D, z, norm_weight, groups, eps)
+
+
+def mamba_lazy_step(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    norm_weight: Tensor,
+    groups: int,
+    eps: float,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    recent: Tensor,
+    began: Tensor,
+    rows: Rows,
+    rounds: int = 0,
+) -> Tensor:
+    """mamba_step, but that ssm_state is written only where a row comes to a multiple of L tokens -> [R, inner].
+
+    The other tokens wait in recent [slots, L - 1, inner + groups N + heads]: x and B after the convolution, and the raw
+    time step. A row with `past` tokens finds the state of the first held = max(began[slot], past // L * L) of them in
+    its slot, and the others in the first past - held places. (Inputs are small and states are large: ReplaySSM's idea.)
+    """
+    assert rows.slots is not None
+    slots, past, waiting = rows.slots.long(), rows.past.long(), recent.shape[1]
+    z, x, B, C, dt = _convolved(projected, conv_weight, conv_bias, len(A_log), len(norm_weight), conv_state, rows)
+    held = torch.maximum(began[slots].long(), past // (waiting + 1) * (waiting + 1))
+    state = ssm_state[slots].masked_fill((held == 0)[:, None, None, None], 0).float()
+    recurrence = A_log, dt_bias, dt_limit, groups
+    for i in range(waiting):
+        state = _recalled(state, recent[slots, i], past - held > i, *recurrence)
+    state = _moved(state, x, dt, B, *recurrence)
+    written = (past + 1) % (waiting + 1) == 0
+    kept = written[:, None, None, None]
+    ssm_state[slots] = torch.where(kept, _stored(state, ssm_state.dtype, A_log, rows.past, rounds), ssm_state[slots])
+    if waiting:
+        place = (past - held).clamp(max=waiting - 1)
+        entry = torch.cat([x, B, dt], 1).to(recent.dtype)
+        recent[slots, place] = torch.where(written[:, None], recent[slots, place], entry)
+    return _read(state, x, C, D, z, norm_weight, groups, eps)
+
+
+def mamba_fold(
+    A_log: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    groups: int,
+    ssm_state: Tensor,
+    recent: Tensor,
+    slots: Tensor,
+    held: Tensor,
+    counts: Tensor,
+    rounds: int = 0,
+) -> None:
+    """Move the states of slots (int [R]) over the first counts (int [R]) tokens that mamba_lazy_step left in `recent`.
+
+    held (int [R]) is how many tokens are in the states before. A state is rounded once, as at the last of the tokens.
+    """
+    state = ssm_state[slots].masked_fill((held == 0)[:, None, None, None], 0).float()
+    for i in range(recent.shape[1]):
+        state = _recalled(state, recent[slots, i], counts > i, A_log, dt_bias, dt_limit, groups)
+    moved = _stored(state, ssm_state.dtype, A_log, held + counts - 1, rounds)
+    ssm_state[slots] = torch.where((counts > 0)[:, None, None, None], moved, ssm_state[slots])
+
+
+def _convolved(
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    heads: int,
+    inner: int,
+    conv_state: Tensor,
+    rows: Rows,
+) -> tuple[Tensor, ...]:
+    """z, x, B, C and dt of rows of one token, [R, ...]; the windows move on."""
+    channels = projected.shape[1] - inner - heads
+    z, xBC, dt = projected.split([inner, channels, heads], dim=-1)
+    xBC = causal_conv(xBC, weight, bias, conv_state, rows)
+    width = (channels - inner) // 2
     x, B, C = xBC.split([inner, width, width], dim=-1)
-    x = x.view(count, heads, -1)
-    B, C = (t.view(count, groups, -1).repeat_interleave(heads // groups, dim=1) for t in (B, C))
+    return z, x, B, C, dt
+
+
+def _moved(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    groups: int,
+) -> Tensor:
+    """fp32 states [R, heads, dim, N] after one more token of each row."""
     delta = _time_step(dt, dt_bias, dt_limit)
     decay = (delta * -A_log.exp())[..., None, None]
-    state = decay.exp() * _initial(ssm_state, rows).float() + (delta[..., None] * x)[..., None] * B[:, :, None]
-    y = (state @ C[..., None])[..., 0] + D[:, None] * x
-    ssm_state[rows.slots] = _stored(state, ssm_state.dtype, A_log, rows.past, rounds)
-    return gated_norm(y.flatten(1).to(projected.dtype), z, norm_weight, groups, eps)
+    x, B = x.float().unflatten(-1, (len(A_log), -1)), _of_heads(B, groups, len(A_log))
+    return decay.exp() * state + (delta[..., None] * x)[..., None] * B[:, :, None]
+
+
+def _recalled(
+    state: Tensor,
+    entry: Tensor,
+    counts: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    groups: int,
+) -> Tensor:
+    """The same over a token that waited (entry [R, ...]), where it counts (bool [R])."""
+    _, heads, dim, n = state.shape
+    x, B, dt = entry.split([heads * dim, groups * n, heads], dim=-1)
+    return torch.where(counts[:, None, None, None], _moved(state, x, dt, B, A_log, dt_bias, dt_limit, groups), state)
+
+
+def _read(
+    state: Tensor, x: Tensor, C: Tensor, D: Tensor, z: Tensor, norm_weight: Tensor, groups: int, eps: float
+) -> Tensor:
+    """What a token of each row reads from the state after it, gated and normalised -> [R, inner]."""
+    heads = len(D)
+    y = (state @ _of_heads(C, groups, heads)[..., None])[..., 0] + D[:, None] * x.float().unflatten(-1, (heads, -1))
+    return gated_norm(y.flatten(1).to(z.dtype), z, norm_weight, groups, eps)
+
+
+def _of_heads(values: Tensor, groups: int, heads: int) -> Tensor:
+    """[R, groups N] -> fp32 [R, heads, N]"""
+    return values.float().unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, dim=1)
 
 
 def at_random(state: Tensor, A_log: Tensor, position: Tensor, rounds: int) -> Tensor:

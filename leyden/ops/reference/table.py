@@ -21,3 +21,8 @@ def take(table: Tensor, slots: Tensor) -> Tensor:
 def put(values: Tensor, table: Tensor, slots: Tensor) -> None:
     """Write values [R, ...] to rows `slots` of table [S, ...]."""
     table[slots] = values
+
+
+def clear(table: Tensor, slots: Tensor, past: Tensor) -> None:
+    """Zeros in those rows `slots` [R] of table [S, ...] whose past (int32 [R]) is 0."""
+    table[slots[past == 0]] = 0

@@ -1,7 +1,8 @@
 """The kernels for CUDA, in Triton: importing this module registers them."""
 
 from leyden import ops
-from leyden.ops.triton import attention, conv, draft, linear, moe, norm, nvfp4, qkv, sample, scan, ssm, table
+from leyden.ops.eight import above
+from leyden.ops.triton import attention, conv, draft, eight, linear, moe, norm, nvfp4, qkv, sample, scan, ssm, table
 
 for _op, _kernel in (
     (ops.begin, table.begin),
@@ -11,6 +12,7 @@ for _op, _kernel in (
     (ops.swiglu, draft.swiglu),
     (ops.take, table.take),
     (ops.put, table.put),
+    (ops.clear, table.clear),
     (ops.embed, linear.embed),
     (ops.linear, linear.linear),
     (ops.mlp, linear.mlp),
@@ -25,6 +27,8 @@ for _op, _kernel in (
     (ops.causal_conv, conv.causal_conv),
     (ops.ssd_scan, scan.ssd_scan),
     (ops.mamba_step, ssm.mamba_step),
+    (ops.mamba_lazy_step, ssm.mamba_lazy_step),
+    (ops.mamba_fold, ssm.mamba_fold),
     (ops.mamba_verify, ssm.mamba_verify),
     (ops.mamba_replay, ssm.mamba_replay),
     (ops.kv_write, attention.kv_write),
@@ -45,3 +49,11 @@ for _op, _kernel in (
     _op.register("cuda", _kernel, "nvfp4_tiled")
 for _format in ("nvfp4", "nvfp4_tiled"):
     ops.add_norm_linear.register("cuda", nvfp4.add_norm_linear_nvfp4, _format)
+for _op, _kernel in (
+    (ops.linear, eight.linear),
+    (ops.mlp, eight.mlp),
+    (ops.experts, eight.experts),
+    (ops.moe, eight.moe),
+):
+    for _format in ("fp8", "fp8_channel", "nvfp4", "nvfp4_tiled"):
+        _op.register("cuda", above(_op.kernel("cuda", _format), _kernel), _format)

@@ -14,6 +14,7 @@ from torch import Tensor
 from leyden.formats import Weight
 from leyden.ops import fused
 from leyden.ops.triton import packed
+from leyden.ops.triton.grouped import relu_squared
 from leyden.ops.triton.launch import (
     MULTIPROCESSORS,
     OPTIONS,
@@ -184,7 +185,7 @@ def product(x: Tensor, matrix: Tensor, square: bool, dtype: torch.dtype) -> Tens
             out = F.linear(x, matrix).to(dtype)
         else:
             out = torch.mm(rows, matrix.t(), out_dtype=dtype).view(*x.shape[:-1], size)
-        return F.relu(out).square_() if square else out
+        return relu_squared(out) if square else out
     made = vector(rows, matrix, square, dtype) if count == 1 else narrow(rows, matrix, square, dtype)
     return made.view(*x.shape[:-1], size)
 

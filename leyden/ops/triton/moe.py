@@ -17,6 +17,7 @@ from torch import Tensor
 from leyden.formats import Weight
 from leyden.ops import fused
 from leyden.ops.triton import grouped
+from leyden.ops.triton.grouped import relu_squared
 from leyden.ops.triton.launch import OPTIONS, ahead, arrive, counters, prefetch, prefetch_rows, release, wait
 
 DENSE_ROWS = 16  # up to here no sorting
@@ -555,7 +556,7 @@ def moe(
     """See ops.moe."""
     if len(x) > DENSE_ROWS:
         routed = _mixed(x, ids, weights, up.dense(), down.dense(), None, None)
-        hidden = F.relu(F.linear(x, shared_up.dense())).square_()
+        hidden = relu_squared(F.linear(x, shared_up.dense()))
         return routed.addmm_(hidden, shared_down.dense().t())
     return _mixed(x, ids, weights, up.dense(), down.dense(), shared_up.dense(), shared_down.dense())
 

@@ -1,4 +1,5 @@
 """Mamba-2 for rows of few tokens: the step of one token, the check of guesses, and the replay of what was right.
+The step that writes its state only now and then has a kernel of its own, which reads the tokens that wait.
 
 A program keeps a part of one head's state in registers and takes it over the tokens of one row. Up to _FUSED_ROWS rows
 of one token are one launch: the program that finishes last in its group of heads also normalises it and moves the
@@ -27,6 +28,7 @@ _FUSED_ROWS = 4  # steps of up to so many rows are one launch
 # many warps then, so that a column of a head has as many threads as calls of Philox.
 _SHAPES = {2: (64, 8, 80), 4: (64, 4, 128)}
 _AT_RANDOM = (64, 4, 128)
+_LAZY_SHAPES = {2: (64, 4, 128), 4: (64, 4, 168)}  # of steps that seldom write
 
 
 @triton.jit
@@ -201,11 +203,11 @@ def _advance(
     x_stride, B_stride, C_stride, dt_stride, ssm_stride, dt_low, dt_high,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
     ONE: tl.constexpr, MOVE: tl.constexpr, OUT: tl.constexpr, ROUNDS: tl.constexpr, RING: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    MIXED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The recurrence over the tokens of one row (ONE: it has one), for BLOCK_P rows of one head's state. MOVE: the
     state is stored in the end; OUT: so is what each token reads from it. RING: dt has so many tokens for each slot, x,
-    B and C for each row, and `ends` says how many of them count."""
+    B and C for each row (MIXED: for each slot, too), and `ends` says how many of them count."""
     row, head = tl.program_id(1), tl.program_id(0) // PARTS
     group = head // (HEADS // GROUPS)
     start = tl.program_id(0) % PARTS * BLOCK_P
@@ -228,6 +230,9 @@ def _advance(
         first = row * RING
         end = first + tl.load(ends + row)
         dt += (slot - row) * RING * dt_stride
+        if MIXED:
+            x += (slot - row) * RING * x_stride
+            B += (slot - row) * RING * B_stride
     elif not ONE:
         first, end = tl.load(starts + row), tl.load(ends + row)
     for token in range(first, end):
@@ -245,6 +250,96 @@ def _advance(
         calls = _calls(start, head, n, DIM, N, BLOCK_P)
         stored = _stored(state, ssm_state.dtype.element_ty, log_rate, moved, calls, ROUNDS)
         tl.store(tile, stored, mask=inside & (end > first))
+
+
+@triton.jit
+def _times(matrix, vector):
+    """[M, K] by fp32 [K] -> fp32 [M]. A matrix of 16 bits meets the vector on tensor cores: rounded to 16 bits in
+    every other column, and what is missing then in those between."""
+    if matrix.dtype.primitive_bitwidth == 16:
+        high = vector.to(matrix.dtype)
+        low = (vector - high.to(tl.float32)).to(matrix.dtype)
+        columns = tl.where(tl.arange(0, 8)[None, :] % 2 == 0, high[:, None], low[:, None])
+        return tl.sum(tl.dot(matrix, columns), 1) * 0.25
+    else:
+        return tl.sum(matrix.to(tl.float32) * vector[None, :], 1)
+
+
+@triton.jit
+def _recall(
+    x, B, C, dt, A_log, D, dt_bias, ssm_state, recent, began, past, slots, y,
+    x_stride, B_stride, C_stride, dt_stride, ssm_stride, recent_stride, dt_low, dt_high,
+    HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    PERIOD: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One token of each row, which reads its state S, the tokens that wait beside it, and itself. With t(i) the time
+    since token i and w(i) = dt(i) exp(-A t(i)), y = exp(-A t) S C + sum of w(i) (B(i) C) x(i) + D x. Then it waits,
+    too, or at every PERIOD-th position S becomes exp(-A t) S + sum of w(i) x(i) B(i)."""
+    INNER: tl.constexpr = HEADS * DIM
+    WIDTH: tl.constexpr = INNER + GROUPS * N + HEADS
+    row, head = tl.program_id(1).to(tl.int64), tl.program_id(0) // PARTS
+    group = head // (HEADS // GROUPS)
+    start = tl.program_id(0) % PARTS * BLOCK_P
+    p, n, i = start + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_L)
+    in_p, in_n = p < DIM, n < N
+    slot, position = tl.load(slots + row).to(tl.int64), tl.load(past + row)
+    held = tl.maximum(tl.load(began + slot), position // PERIOD * PERIOD)
+    count = position - held
+    tile = ssm_state + slot * ssm_stride + head * DIM * N
+    # whatever is there: to know that it counts would take a load before this one
+    old = tl.load(tile + p[:, None] * N + n[None, :], mask=in_p[:, None] & in_n[None, :], other=0.0)
+    waiting = recent + slot * recent_stride
+    waiting_x, waiting_b = waiting + head * DIM, waiting + INNER + group * N
+    waiting_dt = waiting + INNER + GROUPS * N + head
+    lines, known = i[:, None] * WIDTH, (i < count)[:, None]
+    xs = tl.load(waiting_x + lines + p[None, :], mask=known & in_p[None, :], other=0.0)
+    bs = tl.load(waiting_b + lines + n[None, :], mask=known & in_n[None, :], other=0.0)
+    raw = tl.load(waiting_dt + i * WIDTH, mask=i < count, other=0.0)
+    log_rate = tl.load(A_log + head).to(tl.float32)
+    skip, bias = tl.load(D + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
+    rate = -tl.exp(log_rate)
+    wait()
+    release()
+
+    x += row * x_stride + head * DIM
+    own_x = tl.load(x + p, mask=in_p, other=0.0)
+    own_b = tl.load(B + row * B_stride + group * N + n, mask=in_n, other=0.0)
+    own_dt = tl.load(dt + row * dt_stride + head)
+    c = tl.load(C + row * C_stride + group * N + n, mask=in_n, other=0.0).to(tl.float32)
+    xs = tl.where((i == count)[:, None], own_x[None, :], xs)
+    bs = tl.where((i == count)[:, None], own_b[None, :], bs)
+    times = time_step(tl.where(i == count, own_dt, raw), bias, dt_low, dt_high)
+    times = tl.where(i <= count, times, 0.0)
+    clock = tl.cumsum(times, 0)
+    passed = tl.max(clock)  # the last one: exactly no time since this token
+    weights = times * tl.exp(rate * (passed - clock))
+    made = tl.where(held > 0, tl.exp(rate * passed) * _times(old, c), 0.0)
+    made += _times(tl.trans(xs), weights * _times(bs, c)) + skip * own_x.to(tl.float32)
+    tl.store(y + row * INNER + head * DIM + p, made.to(y.dtype.element_ty), mask=in_p)
+    if (position + 1) % PERIOD:
+        line = count * WIDTH
+        first = (start == 0) & (head % (HEADS // GROUPS) == 0)
+        tl.store(waiting_x + line + p, own_x, mask=in_p)
+        tl.store(waiting_b + line + n, own_b, mask=in_n & first)
+        tl.store(waiting_dt + line, own_dt, mask=start == 0)
+    else:
+        p = _rows(start, BLOCK_P, ROUNDS)
+        in_p = p < DIM
+        cells = tile + p[:, None] * N + n[None, :]
+        inside = in_p[:, None] & in_n[None, :]
+        # read again: to keep it would take registers from all the others
+        state = tl.exp(rate * passed) * tl.load(cells, mask=inside & (held > 0), other=0.0).to(tl.float32)
+        for token in range(0, count):
+            weight, line = tl.sum(tl.where(i == token, weights, 0.0)), token * WIDTH
+            value = tl.load(waiting_x + line + p, mask=in_p, other=0.0).to(tl.float32)
+            b = tl.load(waiting_b + line + n, mask=in_n, other=0.0).to(tl.float32)
+            state += (weight * value)[:, None] * b[None, :]
+        value = tl.load(x + p, mask=in_p, other=0.0).to(tl.float32)
+        weight = tl.sum(tl.where(i == count, weights, 0.0))
+        state += (weight * value)[:, None] * own_b.to(tl.float32)[None, :]
+        calls = _calls(start, head, n, DIM, N, BLOCK_P)
+        stored = _stored(state, ssm_state.dtype.element_ty, log_rate, position, calls, ROUNDS)
+        tl.store(cells, stored, mask=inside)
 
 
 def mamba_step(
@@ -298,6 +393,92 @@ def mamba_step(
         num_warps=warps, maxnreg=registers, **OPTIONS,
     )  # fmt: skip
     return out
+
+
+def mamba_lazy_step(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    norm_weight: Tensor,
+    groups: int,
+    eps: float,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    recent: Tensor,
+    began: Tensor,
+    rows: Rows,
+    rounds: int = 0,
+    shape: tuple[int, int, int] | None = None,
+) -> Tensor:
+    """See ops.mamba_lazy_step. States and waiting tokens must be older than the kernel launched just before.
+
+    shape: as of mamba_step.
+    """
+    _, heads, dim, n = ssm_state.shape
+    count, inner, width = len(projected), heads * dim, groups * n
+    assert rows.slots is not None and projected.stride(1) == 1 and ssm_state[0].is_contiguous()
+    assert recent[0].is_contiguous() and recent.dtype == projected.dtype
+    z, inputs, dt = projected.split([inner, inner + 2 * width, heads], dim=-1)
+    xBC = convolve(inputs, conv_weight, conv_bias, conv_state, rows.starts, rows.starts[1:], rows.past, rows.slots, 1)
+    x, B, C = xBC.split([inner, width, width], dim=-1)
+    y = torch.empty(count, inner, dtype=projected.dtype, device=projected.device)
+    rounds *= ssm_state.dtype == torch.float16
+    block_p, warps, registers = _shape(ssm_state, rounds, shape, _LAZY_SHAPES)
+    parts, period = triton.cdiv(dim, block_p), recent.shape[1] + 1
+    if count:
+        _recall[(heads * parts, count)](
+            x, B, C, dt, A_log, D, dt_bias, ssm_state, recent, began, rows.past, rows.slots, y,
+            x.stride(0), B.stride(0), C.stride(0), dt.stride(0), ssm_state.stride(0), recent.stride(0), dt_limit[0],
+            min(dt_limit[1], 3e38),
+            heads, dim, n, groups, parts, period, rounds, max(16, triton.next_power_of_2(period)), block_p,
+            triton.next_power_of_2(n),
+            num_warps=warps, maxnreg=registers, **OPTIONS,
+        )  # fmt: skip
+    return gated_norm(y, z, norm_weight, groups, eps)
+
+
+def mamba_fold(
+    A_log: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    groups: int,
+    ssm_state: Tensor,
+    recent: Tensor,
+    slots: Tensor,
+    held: Tensor,
+    counts: Tensor,
+    rounds: int = 0,
+) -> None:
+    """See ops.mamba_fold. Not launched ahead of its turn: slots, held and counts may be the newest there is."""
+    (_, heads, dim, n), waiting = ssm_state.shape, recent.shape[1]
+    x, B, dt = recent.view(-1, recent.shape[2]).split([heads * dim, groups * n, heads], dim=-1)
+    rounds *= ssm_state.dtype == torch.float16
+    block_p, warps, registers = _shape(ssm_state, rounds)
+    parts = triton.cdiv(dim, block_p)
+    if len(slots):
+        _advance[(heads * parts, len(slots))](
+            x, B, B, dt, A_log, A_log, dt_bias, ssm_state, counts, counts, held, slots, x,
+            x.stride(0), B.stride(0), B.stride(0), dt.stride(0), ssm_state.stride(0), dt_limit[0],
+            min(dt_limit[1], 3e38),
+            heads, dim, n, groups, parts, False, True, False, rounds, waiting, True, block_p,
+            triton.next_power_of_2(n),
+            num_warps=warps, maxnreg=registers,
+        )  # fmt: skip
+
+
+def _shape(
+    ssm_state: Tensor,
+    rounds: int,
+    shape: tuple[int, int, int] | None = None,
+    shapes: dict[int, tuple[int, int, int]] = _SHAPES,
+) -> tuple[int, int, int]:
+    """Rows of a head's state in one program, warps, registers of a thread; at least 8 rows, which share random bits."""
+    block_p, warps, registers = shape or (_AT_RANDOM if rounds else shapes[ssm_state.dtype.itemsize])
+    return min(block_p, max(8, triton.next_power_of_2(ssm_state.shape[2]))), warps, registers
 
 
 def mamba_verify(
@@ -385,8 +566,7 @@ def _mixed(
     dt = inputs[:, inner + 2 * width :]
     y = torch.empty(len(inputs), inner, dtype=inputs.dtype, device=inputs.device) if out else inputs
     rounds *= ssm_state.dtype == torch.float16
-    block_p, warps, registers = shape or (_AT_RANDOM if rounds else _SHAPES[ssm_state.dtype.itemsize])
-    block_p = min(block_p, max(8, triton.next_power_of_2(dim)))  # eight rows share random bits
+    block_p, warps, registers = _shape(ssm_state, rounds, shape)
     parts = triton.cdiv(dim, block_p)
     if len(inputs):
         _advance[(heads * parts, len(ends))](
@@ -394,7 +574,7 @@ def _mixed(
             x.stride(0), B.stride(0), C.stride(0), dt.stride(0), ssm_state.stride(0), dt_limit[0],
             min(dt_limit[1], 3e38),
             heads, dim, n, groups, parts, longest == 1 and out, move, out,
-            rounds, longest if ring else 0, block_p, triton.next_power_of_2(n),
+            rounds, longest if ring else 0, False, block_p, triton.next_power_of_2(n),
             num_warps=warps, maxnreg=registers, **OPTIONS,
         )  # fmt: skip
     return y

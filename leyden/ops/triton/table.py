@@ -36,6 +36,17 @@ def _copy(source, target, slots, source_stride, target_stride, WIDTH, TAKE: tl.c
     tl.store(target + written * target_stride + at, value, mask=at < WIDTH)
 
 
+@triton.jit
+def _clear(table, slots, past, stride, WIDTH, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait()
+    release()
+    fresh = tl.load(past + row) == 0
+    zeros = tl.zeros((BLOCK,), dtype=table.dtype.element_ty)
+    tl.store(table + tl.load(slots + row).to(tl.int64) * stride + at, zeros, mask=(at < WIDTH) & fresh)
+
+
 def begin(slots: Tensor, last: Tensor, committed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See ops.begin."""
     count, device = len(slots), slots.device
@@ -58,6 +69,15 @@ def put(values: Tensor, table: Tensor, slots: Tensor) -> None:
     """See ops.put."""
     assert values.dtype == table.dtype
     _launch(values, table, slots, False)
+
+
+def clear(table: Tensor, slots: Tensor, past: Tensor) -> None:
+    """See ops.clear."""
+    width = table[:1].numel()
+    assert table[:1].is_contiguous() and slots.is_contiguous() and past.is_contiguous()
+    if len(slots) and width:
+        grid = (len(slots), triton.cdiv(width, _BLOCK))
+        _clear[grid](table, slots, past, table.stride(0), width, _BLOCK, num_warps=4, **OPTIONS)
 
 
 def _launch(source: Tensor, target: Tensor, slots: Tensor, take: bool) -> None:

@@ -259,6 +259,51 @@ def test_guesses(draw, device: str, dtype: torch.dtype):
         assert torch.equal(ssm_state[batch.slots[2]], before[1][batch.slots[2]])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "activations", "period", "shape"),
+    [
+        (torch.float32, torch.float32, 4, None),
+        (torch.float16, torch.float32, 16, (8, 4, 128)),
+        (torch.float16, torch.float16, 16, None),
+    ],
+)
+def test_steps_that_write_their_state_now_and_then(
+    draw, device: str, dtype: torch.dtype, activations: torch.dtype, period: int, shape
+):
+    """20 tokens of three rows that begin at 0, 5 and 2 and fold at other steps; one of them is folded early, twice."""
+    arguments, window, exact, batch = step_inputs(draw, device, 4, 2, 16, 8)
+    batch.slots = torch.tensor([1, 2, 3], dtype=torch.int32, device=device)
+    recent = torch.full((5, period - 1, 4 * 16 + 2 * 8 + 4), torch.nan, device=device)
+    exact[1] = torch.nan  # nobody has written there: the row starts from nothing
+    window, recent = window.to(activations), recent.to(activations)
+    ours, theirs, plain = ([window.clone(), exact.to(dtype, copy=True), recent.clone()] for _ in range(3))
+    began = torch.tensor([9, 0, 5, 2, 9], dtype=torch.int32, device=device)
+    options = {"atol": 1e-4} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 4e-3}
+    recurrence = (*arguments[3:4], *arguments[5:7], arguments[8])
+    for step in range(20):
+        inputs = draw(*arguments[0].shape).to(activations), *arguments[1:]
+        wanted = reference_mamba.mamba_lazy_step(*inputs, *theirs, began, batch, 5)
+        got = ssm.mamba_lazy_step(*inputs, *ours, began, batch, 5, shape)
+        close(got, wanted, **options)
+        if dtype == torch.float32:
+            close(got, reference_mamba.mamba_step(*inputs, *plain[:2], batch), **options)
+        batch.past += 1
+        if step in (8, 13):
+            held = torch.maximum(began[batch.slots], batch.past // period * period)[2:]
+            early = batch.slots[2:], held, batch.past[2:] - held, 5
+            reference_mamba.mamba_fold(*recurrence, *theirs[1:], *early)
+            ssm.mamba_fold(*recurrence, *ours[1:], *early)
+            began[3] = batch.past[2]
+            assert dtype != torch.float32 or (ours[1][3] - plain[1][3]).abs().max() < 1e-4
+    close(ours[0], theirs[0])
+    close(ours[1][1:4].float(), theirs[1][1:4].float(), **options)
+    if activations == dtype == torch.float32:
+        close(ours[1][1:4], theirs[1][1:4])
+    elif activations == torch.float32:
+        assert (ours[1] != theirs[1])[1:4].float().mean() < 0.02  # the same dice; sums differ in their last bits
+        assert theirs[1][1:4].isfinite().all() and torch.equal(ours[1][4], theirs[1][4])
+
+
 @pytest.mark.parametrize(("lens", "kernel"), [([1, 1, 1], 4), ([35, 2, 17], 4), ([20, 5, 1], 2)])
 def test_causal_conv(draw, device: str, lens: list[int], kernel: int):
     batch = rows(device, past=[0, 5, 2], lens=lens)

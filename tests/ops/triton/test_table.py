@@ -30,3 +30,14 @@ def test_rows_go_both_ways(device: str, shape: tuple[int, ...], dtype: torch.dty
     reference.put(values, wanted, slots)
     table.put(values, whole, slots)
     assert torch.equal(whole, wanted)
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (6, 2, 700)])
+def test_rows_without_a_past_are_cleared(device: str, shape: tuple[int, ...]):
+    whole = torch.rand(shape, device=device) + 1
+    slots, past = (torch.tensor(t, dtype=torch.int32, device=device) for t in ([4, 1, 2], [0, 5, 0]))
+    wanted = whole.clone()
+    reference.clear(wanted, slots, past)
+    table.clear(whole, slots, past)
+    assert torch.equal(whole, wanted)
+    assert (whole == 0).flatten(1).all(1).tolist() == [False, False, True, False, True, False]
