@@ -35,7 +35,7 @@ from leyden.ops.triton.moe import leads
 
 WARPS = 1800  # at least, to keep the memory of an H200 busy; 2.3 times as many are there at once
 DEPTH = 3  # where eight rows are all
-FEW = 16  # rows up to which time is that of reading the matrix, and weights are asked for in advance
+FEW = 16  # rows up to which choices are looked up without lists
 
 
 @triton.jit
@@ -435,7 +435,7 @@ def product(
     )
     arrived = counters(x.device, grid[0]) if joined is not None else None
     asked = asked_later = later_bytes = 0
-    if count <= FEW:
+    if count == 1:
         # what a program reads of 64 columns: codes and, with 4 bits, scales
         each, programs = how.tiles * bands * (576 if bits == 4 else 1024), prod(grid)
         asked = ahead(triton.cdiv(k, 64) * each, programs, how.warps) // each
