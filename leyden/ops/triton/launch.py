@@ -5,8 +5,9 @@ kernel of the step writes (weights, tables) may be loaded before wait(); everyth
 wait() exactly once, on every path, and release() only after it: then whatever is two kernels old is complete before
 wait(), too. Nothing is written before wait().
 
-A kernel that waits for one which moves few bytes leaves memory idle. So programs also ask for the weights that they
-will read to be brought into L2, as soon as it is known which those are: see prefetch().
+A kernel that waits for one which moves few bytes leaves memory idle. So programs with few bits to read also ask for the
+weights that they will read to be brought into L2, as soon as it is known which those are: see prefetch(). Where
+weights have 16 bits what is on its way already is as much as memory delivers meanwhile.
 """
 
 import torch
@@ -58,14 +59,6 @@ def prefetch(start, size, asks):
             _PREFETCH, "=r,l,r,r", [first, size, (asks & (size > 0)).to(tl.int32)],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-
-
-@triton.jit
-def prefetch_rows(start, count, stride, size, THREADS: tl.constexpr):
-    """prefetch() of `size` bytes of each of `count` rows, `stride` elements apart; no more rows than threads."""
-    thread = tl.arange(0, THREADS)
-    row = thread // 32 + thread % 32 * (THREADS // 32)
-    prefetch(start + row * stride, size, row < count)
 
 
 @triton.jit

@@ -15,18 +15,7 @@ from leyden.formats import Weight
 from leyden.ops import fused
 from leyden.ops.triton import packed
 from leyden.ops.triton.grouped import relu_squared
-from leyden.ops.triton.launch import (
-    MULTIPROCESSORS,
-    OPTIONS,
-    ahead,
-    arrive,
-    counters,
-    prefetch_rows,
-    prefetch_share,
-    release,
-    shares,
-    wait,
-)
+from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
 
 FP8_ROWS = 256  # up to here FP8 matrices are read as they are
 NARROW_ROWS = 16  # up to here _narrow; cuBLAS is faster from 32 on
@@ -46,18 +35,13 @@ def _embed(tokens, weight, out, H: tl.constexpr, BLOCK: tl.constexpr):
 def _vector(
     x, weight, out, N,
     K: tl.constexpr, SQUARE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    THREADS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = sum_k x[k] W[n, k]; with SQUARE relu(.)^2. The next tile of W is always on its way. AHEAD: bytes that
-    each warp of the first programs asks for; together all of W."""
+    """out[n] = sum_k x[k] W[n, k]; with SQUARE relu(.)^2. The next tile of W is always on its way."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     tile = weight + n.to(tl.int64)[:, None] * K + k[None, :]
     in_n = (n < N)[:, None]
     w = tl.load(tile, mask=in_n & (k < K)[None, :], other=0.0)
-    if AHEAD > 0:
-        total = N * (K * (weight.dtype.element_ty.primitive_bitwidth // 8))
-        prefetch_share(weight, total, tl.program_id(0), AHEAD, THREADS)
     wait()
     release()
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
@@ -88,7 +72,6 @@ def _narrow(
     x, weight, out, partial, arrived, M, N, x_stride,
     K: tl.constexpr, SQUARE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    THREADS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The same on tensor cores; SPLITS programs share K and the last of them adds the parts, in their order."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -97,10 +80,6 @@ def _narrow(
     SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     first = split * SHARE
     k = first + tl.arange(0, BLOCK_K)
-    if AHEAD > 0:
-        top = tl.program_id(0) * BLOCK_N
-        size = tl.minimum(AHEAD, (K - first) * (weight.dtype.element_ty.primitive_bitwidth // 8))
-        prefetch_rows(weight + top.to(tl.int64) * K + first, tl.minimum(BLOCK_N, N - top), K, size, THREADS)
     wait()
     release()
     left = weight + n.to(tl.int64)[:, None] * K + k[None, :]
@@ -201,10 +180,8 @@ def vector(
     size, k = matrix.shape
     block_n, block_k, warps = shape
     out = torch.empty(1, size, dtype=dtype or x.dtype, device=x.device)
-    programs = triton.cdiv(size, block_n)
-    asked = shares(size * k * matrix.itemsize, min(programs, MULTIPROCESSORS), warps)
-    _vector[(programs,)](
-        x, matrix, out, size, k, square, block_n, block_k, 32 * warps, asked, num_warps=warps, **OPTIONS
+    _vector[(triton.cdiv(size, block_n),)](
+        x, matrix, out, size, k, square, block_n, block_k, num_warps=warps, **OPTIONS
     )
     return out
 
@@ -223,11 +200,9 @@ def narrow(
     tiles = triton.cdiv(size, block_n)
     out = torch.empty(count, size, dtype=dtype or x.dtype, device=x.device)
     partial = torch.empty(splits, size, block_m, dtype=torch.float32, device=x.device) if splits > 1 else out
-    share = triton.cdiv(k, splits * block_k) * block_k * matrix.itemsize
     _narrow[(tiles, splits)](
         x, matrix, out, partial, counters(x.device, tiles), count, size, x.stride(0),
-        k, square, splits, block_m, block_n, block_k, stages,
-        32 * warps, ahead(block_n * share, tiles * splits, warps) // block_n, num_warps=warps, **OPTIONS,
+        k, square, splits, block_m, block_n, block_k, stages, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return out
 

@@ -18,7 +18,7 @@ from leyden.formats import Weight
 from leyden.ops import fused
 from leyden.ops.triton import grouped
 from leyden.ops.triton.grouped import relu_squared
-from leyden.ops.triton.launch import OPTIONS, ahead, arrive, counters, prefetch, prefetch_rows, release, wait
+from leyden.ops.triton.launch import OPTIONS, arrive, counters, prefetch, release, wait
 
 DENSE_ROWS = 16  # up to here no sorting
 TILED_ROWS = 24  # for an expert, on average: from here on bound by arithmetic
@@ -244,7 +244,6 @@ def _relu_squared(acc, dtype: tl.constexpr):
 def _up_one(
     x, ids, up, shared, h, hs,
     K: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    THREADS: tl.constexpr, ASKED: tl.constexpr,
 ):  # fmt: skip
     """One row: the shared expert's tiles first (they do not depend on the routing), then those of the k experts."""
     TILES: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
@@ -253,17 +252,13 @@ def _up_one(
     k = tl.arange(0, BLOCK_K)
     own = tl.arange(0, BLOCK_N)
     is_shared = pid < AHEAD
-    first = tl.where(is_shared, pid, (pid - AHEAD) % TILES) * BLOCK_N
-    n = first + own
+    n = tl.where(is_shared, pid, (pid - AHEAD) % TILES) * BLOCK_N + own
     in_n = n < tl.where(is_shared, SHARED, INNER)
     w = tl.zeros((BLOCK_N, BLOCK_K), dtype=up.dtype.element_ty)
     if SHARED:
         w = tl.load(
             shared + n[:, None] * K + k[None, :], mask=(in_n & is_shared)[:, None] & (k < K)[None, :], other=0.0
         )
-        if ASKED > 0:
-            count = tl.where(is_shared, tl.minimum(BLOCK_N, SHARED - first), 0)
-            prefetch_rows(shared + first * K + BLOCK_K, count, K, ASKED, THREADS)
     wait()
     release()
     choice = tl.where(is_shared, 0, (pid - AHEAD) // TILES)
@@ -310,31 +305,23 @@ def _down_tile(
 def _down_one(
     h, hs, ids, weights, down, shared, out,
     N: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, CHOICES: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, THREADS: tl.constexpr, ASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One row: BLOCK_N outputs, summed over all experts; nothing to join afterwards. The next tile is on its way.
-    ASKED: of how many experts, which have been known since before _up_one, rows are asked for; -1: of none at all."""
+    """One row: BLOCK_N outputs, summed over all experts; nothing to join afterwards. The next tile is on its way."""
     STEPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
     AHEAD: tl.constexpr = (SHARED + BLOCK_K - 1) // BLOCK_K
-    first = tl.program_id(0) * BLOCK_N
-    n = first + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     in_n = n < N
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    BYTES: tl.constexpr = down.dtype.element_ty.primitive_bitwidth // 8
-    count = tl.minimum(BLOCK_N, N - first)
     if SHARED:
         own = n[:, None] * SHARED + k[None, :]
         w = tl.load(shared + own, mask=in_n[:, None] & (k < SHARED)[None, :], other=0.0)
-        if ASKED >= 0:
-            prefetch_rows(shared + first * SHARED + BLOCK_K, count, SHARED, (SHARED - BLOCK_K) * BYTES, THREADS)
-    if ASKED > 0:
-        c = tl.arange(0, THREADS)
-        expert = tl.load(ids + c, mask=c < ASKED, other=0)
-        prefetch(down + expert * (N * INNER) + first * INNER, count * (INNER * BYTES), c < ASKED)
-    wait()
-    release()
-    if not SHARED:
+        wait()
+        release()
+    else:
+        wait()
+        release()
         w = _down_tile(0, ids, down, shared, n, in_n, k, N, INNER, SHARED, STEPS, AHEAD, CHOICES, BLOCK_K)
     for step in range(AHEAD + CHOICES * STEPS):
         following = _down_tile(
@@ -375,21 +362,15 @@ def _up_dense(
     x, ids, up, shared, h, hs, M, x_stride,
     K: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, CHOICES: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
-    THREADS: tl.constexpr, ASKED: tl.constexpr,
 ):  # fmt: skip
     """All rows times one tile of one expert; the rows that chose the expert are kept."""
     TILES: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     AHEAD: tl.constexpr = (SHARED + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
     k, m = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_M)
-    is_shared = pid < AHEAD
-    if ASKED > 0:
-        prefetch_rows(
-            shared + pid * BLOCK_N * K, tl.where(is_shared, tl.minimum(BLOCK_N, SHARED - pid * BLOCK_N), 0), K, ASKED,
-            THREADS,
-        )  # fmt: skip
     wait()
     release()
+    is_shared = pid < AHEAD
     pair = tl.where(is_shared, 0, (pid - AHEAD) // TILES)
     expert = tl.load(ids + pair)
     if is_shared | leads(ids, pair, expert, BLOCK_P):
@@ -419,21 +400,16 @@ def _down_dense(
     h, hs, ids, down, shared, done, M,
     N: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, CHOICES: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
-    STAGES: tl.constexpr, THREADS: tl.constexpr, ASKED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """done[choice] = h[choice] down[expert]^T; the shared expert's K is cut in SPLITS parts, kept after the choices."""
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     PART: tl.constexpr = (SHARED + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K if SHARED else BLOCK_K
     pid = tl.program_id(0)
     item = pid // TILES
-    top = pid % TILES * BLOCK_N
-    n = top + tl.arange(0, BLOCK_N)
+    n = pid % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = n < N
     k, m = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_M)
-    if ASKED > 0:
-        size = tl.minimum(ASKED, (SHARED - item * PART) * (shared.dtype.element_ty.primitive_bitwidth // 8))
-        count = tl.where(item < SPLITS, tl.minimum(BLOCK_N, N - top), 0)
-        prefetch_rows(shared + top * SHARED + item * PART, count, SHARED, size, THREADS)
     wait()
     release()
     if item < SPLITS:
@@ -594,20 +570,16 @@ def one_row(
     h = torch.empty(choices, inner, dtype=x.dtype, device=x.device)
     hs = torch.empty(max(1, shared), dtype=x.dtype, device=x.device)
     block_n, block_k, warps = up_shape
-    known, size_of = triton.cdiv(shared, block_n), block_n * up.itemsize
-    asked = ahead(k * size_of, known, warps) // block_n - block_k * up.itemsize if shared else 0
-    _up_one[(known + choices * triton.cdiv(inner, block_n),)](
+    programs = triton.cdiv(shared, block_n) + choices * triton.cdiv(inner, block_n)
+    _up_one[(programs,)](
         x, ids, up, up if shared_up is None else shared_up, h, hs, k, inner, shared, block_n, block_k,
-        32 * warps, max(0, asked), num_warps=warps, **OPTIONS,
+        num_warps=warps, **OPTIONS,
     )  # fmt: skip
     out = torch.empty(1, size, dtype=x.dtype, device=x.device)
     block_n, block_k, warps = down_shape
-    programs, size_of = triton.cdiv(size, block_n), block_n * down.itemsize
-    asked = ahead((shared + choices * inner) * size_of, programs, warps) - shared * size_of
-    _down_one[(programs,)](
+    _down_one[(triton.cdiv(size, block_n),)](
         h, hs, ids, weights, down, down if shared_down is None else shared_down, out,
-        size, inner, shared, choices, block_n, block_k, 32 * warps, max(-1, asked // (inner * size_of)),
-        num_warps=warps, **OPTIONS,
+        size, inner, shared, choices, block_n, block_k, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return out
 
@@ -626,20 +598,16 @@ def few_rows(
     splits = triton.cdiv(shared, inner)
     h = torch.empty(count * choices, inner, dtype=x.dtype, device=x.device)
     hs = torch.empty(count, max(1, shared), dtype=x.dtype, device=x.device)
-    known = triton.cdiv(shared, block_n)
-    asked = ahead(block_n * k * up.itemsize, known, warps) // block_n if shared else 0
-    _up_dense[(known + count * choices * triton.cdiv(inner, block_n),)](
+    programs = triton.cdiv(shared, block_n) + count * choices * triton.cdiv(inner, block_n)
+    _up_dense[(programs,)](
         x, ids, up, up if shared_up is None else shared_up, h, hs, count, x.stride(0),
-        k, inner, shared, choices, block_m, block_n, block_k, block_c, block_p, stages,
-        32 * warps, asked, num_warps=warps, **OPTIONS,
+        k, inner, shared, choices, block_m, block_n, block_k, block_c, block_p, stages, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     done = torch.empty(count * (choices + splits), size, dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(size, block_n)
-    part = triton.cdiv(shared, splits * block_k) * block_k * down.itemsize if shared else 0
-    _down_dense[((count * choices + splits) * tiles,)](
+    _down_dense[((count * choices + splits) * triton.cdiv(size, block_n),)](
         h, hs, ids, down, down if shared_down is None else shared_down, done, count,
         size, inner, shared, choices, splits, block_m, block_n, block_k, block_c, block_p, stages,
-        32 * warps, ahead(block_n * part, splits * tiles, warps) // block_n, num_warps=warps, **OPTIONS,
+        num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return combined(done, weights, count, size, splits)
 

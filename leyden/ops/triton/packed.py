@@ -35,7 +35,7 @@ from leyden.ops.triton.moe import leads
 
 WARPS = 1800  # at least, to keep the memory of an H200 busy; 2.3 times as many are there at once
 DEPTH = 3  # where eight rows are all
-FEW = 16  # rows up to which time is that of reading the matrix, and weights are asked for in advance
+FEW = 16  # rows up to which choices are looked up without lists
 
 
 @triton.jit
@@ -173,7 +173,8 @@ def _choice(ids, row, choice, expert, CHOICES: tl.constexpr, LONE: tl.constexpr)
 @triton.jit(do_not_specialize=["M"])
 def _product(
     x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
-    scores, joined, arrived, later_codes, later_scales, residual, norm, hidden, summed, eps, M, N, x_stride,
+    scores, joined, arrived, later_codes, later_scales, later_bytes, residual, norm, hidden, summed, eps,
+    M, N, x_stride,
     K: tl.constexpr, BITS: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, UP: tl.constexpr,
     EARLY: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr,
     DEPTH: tl.constexpr, AHEAD: tl.constexpr, LATER: tl.constexpr, LONE: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -218,9 +219,8 @@ def _product(
             asks = asks & (item >= PARTS)
         if LATER > 0:
             program = item * tl.num_programs(0) + tl.program_id(0)
-            size = N * K * PARTS // 2
-            prefetch_share(later_codes, size, program, LATER, THREADS)
-            prefetch_share(later_scales, size // 8, program, LATER // 8, THREADS)
+            prefetch_share(later_codes, later_bytes, program, LATER, THREADS)
+            prefetch_share(later_scales, later_bytes // 8, program, LATER // 8, THREADS)
         wait()
         release()
     first, end, base = 0, M, 0
@@ -434,19 +434,20 @@ def product(
         max(1, round(rows / (8 * how.groups))),
     )
     arrived = counters(x.device, grid[0]) if joined is not None else None
-    asked = asked_later = 0
-    if count <= FEW:
+    asked = asked_later = later_bytes = 0
+    if count == 1:
         # what a program reads of 64 columns: codes and, with 4 bits, scales
         each, programs = how.tiles * bands * (576 if bits == 4 else 1024), prod(grid)
         asked = ahead(triton.cdiv(k, 64) * each, programs, how.warps) // each
         if later:
-            asked_later = shares(prod(later.shape) // 2, min(programs, 4 * MULTIPROCESSORS), how.warps)
+            later_bytes = prod(later.shape) // 2
+            asked_later = shares(later_bytes, min(programs, 4 * MULTIPROCESSORS), how.warps)
     later_codes, later_scales, _ = stored(later) if later else (None, None, None)
     residual, norm, summed, eps = added or (None, None, None, 0.0)
     hidden = torch.empty_like(x) if added else None
     _product[grid](
         x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
-        scores, joined, arrived, later_codes, later_scales, residual, norm, hidden, summed, eps,
+        scores, joined, arrived, later_codes, later_scales, later_bytes, residual, norm, hidden, summed, eps,
         count, size, x.stride(0), k, bits, choices, parts, up, not (routed and up),
         how.tiles, how.groups, how.split, 32 * how.warps, how.depth, asked, asked_later,
         count == 1, triton.next_power_of_2(count * choices) if count <= FEW else 1,
