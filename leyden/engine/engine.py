@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from leyden.engine.runner import Runner, StepOutput
 from leyden.engine.sampler import Sampler
 from leyden.engine.scheduler import Limits, Scheduler
 from leyden.errors import ConfigError, RequestError
+from leyden.formats import Weight
 from leyden.model import checkpoint, twins
 from leyden.model.eight import round_above
 from leyden.model.nemotron import Nemotron
@@ -202,7 +204,10 @@ class Engine:
 
     def describe(self) -> dict[str, Any]:
         """Facts for the banner and for clients."""
-        parameters = sum(p.numel() for p in self.runner.model.parameters())
+        matrices = [one for one in self.runner.model.modules() if isinstance(one, Weight)]
+        stored = {id(part) for one in matrices for part in one.parts.values()}  # codes are not the numbers they stand for
+        parameters = sum(prod(one.shape) for one in matrices)
+        parameters += sum(p.numel() for p in self.runner.model.parameters() if id(p) not in stored)
         weights = sum(p.numel() * p.element_size() for p in self.runner.model.parameters())
         return {
             "device": str(self.runner.pool.committed.device),
