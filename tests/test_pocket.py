@@ -70,6 +70,14 @@ def test_every_matrix_but_the_embeddings_has_four_bits() -> None:
         assert {name for name, format in found.formats.items() if format != NVFP4()} == {"backbone.embeddings"}
 
 
+def test_codes_are_not_counted_as_parameters() -> None:
+    counts = [
+        Engine.load(EngineConfig(model=name, max_num_seqs=1, max_model_len=64)).describe()["parameters"]
+        for name in ("pocket", "pocket-nvfp4")
+    ]
+    assert counts[0] == counts[1] > 8_000_000
+
+
 def test_four_bits_say_what_sixteen_say() -> None:
     """The next token after each token of held-out prompts."""
     asked = prompts(resolve("pocket"), 20, 3, 400)

@@ -205,7 +205,9 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """Facts for the banner and for clients."""
         matrices = [one for one in self.runner.model.modules() if isinstance(one, Weight)]
-        stored = {id(part) for one in matrices for part in one.parts.values()}  # codes are not the numbers they stand for
+        stored = {
+            id(part) for one in matrices for part in one.parts.values()
+        }  # codes stand for other numbers of values
         parameters = sum(prod(one.shape) for one in matrices)
         parameters += sum(p.numel() for p in self.runner.model.parameters() if id(p) not in stored)
         weights = sum(p.numel() * p.element_size() for p in self.runner.model.parameters())
