@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +249,15 @@ class Engine:
     def busy(self) -> bool:
         """Whether step() has anything to do."""
         return self._answering or self._due
+
+    @property
+    def rest(self) -> float:
+        """Seconds until step() has something to do, if no request comes: until the cache is to be saved; inf: never."""
+        if self.busy:
+            return 0
+        if not self._save_pause or self.scheduler.steps == self._saved_steps:
+            return inf
+        return max(0, self._saved_at + self._save_pause - time.monotonic())
 
     @property
     def _answering(self) -> bool:

@@ -11,10 +11,12 @@ reader finds its deltas merged into one, so the engine never waits for a client.
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from math import inf
 from typing import Any, Protocol
 
 import msgspec
@@ -31,11 +33,15 @@ _PAUSE = 0.002  # seconds between two looks at requests that are not ready
 class Engine(Protocol):
     """What `drive` asks of an engine. A request that cannot be served raises RequestError from `ready` or `submit`.
 
+    busy    whether `step` has anything to do
+    rest    seconds until it has, if nothing is asked of it: 0 if it has already, inf if it never will have
     ready   whether `submit` would return at once; what is needed for that goes on in the background
     """
 
     @property
     def busy(self) -> bool: ...
+    @property
+    def rest(self) -> float: ...
     def ready(self, request: Request) -> bool: ...
     def submit(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
@@ -113,12 +119,12 @@ class Died(msgspec.Struct, tag=True):
 Event = Ready | Accepted | Refused | Deltas | Stats | Died
 
 
-def drive(engine: Engine, receive: Callable[[bool], Iterable[Command]], send: Callable[[Event], None]) -> None:
-    """Run `engine` until a Close command. `receive(wait)` gives the commands that have come, and blocks for one only if
-    told to, which is when the engine has nothing to do. Requests that are not ready wait here, and hold up nobody."""
+def drive(engine: Engine, receive: Callable[[float], Iterable[Command]], send: Callable[[Event], None]) -> None:
+    """Run `engine` until a Close command. `receive(seconds)` gives the commands that have come, and waits so long for
+    one: while the engine has nothing to do. Requests that are not ready wait here, and hold up nobody."""
     held: list[Submit] = []
     while True:
-        for command in receive(not engine.busy and not held):
+        for command in receive(0 if held else engine.rest):
             match command:
                 case Submit():
                     held.append(command)
@@ -202,10 +208,12 @@ class InThread:
             self._inbox.put(Close())
             await asyncio.to_thread(self._thread.join)
 
-    def _receive(self, wait: bool) -> list[Command]:
-        commands = [self._inbox.get()] if wait else []
-        while not self._inbox.empty():
-            commands.append(self._inbox.get_nowait())
+    def _receive(self, seconds: float) -> list[Command]:
+        commands: list[Command] = []
+        with contextlib.suppress(queue.Empty):
+            commands.append(self._inbox.get(seconds > 0, None if seconds == inf else seconds))
+            while True:
+                commands.append(self._inbox.get_nowait())
         return commands
 
 

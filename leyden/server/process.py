@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import msgspec
@@ -210,8 +211,10 @@ def main(folder: str, lifeline: int) -> int:
     encoder = msgspec.msgpack.Encoder()
     decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
-    def receive(wait: bool) -> list[Command]:
-        taken = [decoder.decode(commands.recv())] if wait else []
+    def receive(seconds: float) -> list[Command]:
+        taken: list[Command] = []
+        if seconds > 0:
+            commands.poll(None if seconds == inf else int(seconds * 1000) + 1)
         with contextlib.suppress(zmq.Again):
             while True:
                 taken.append(decoder.decode(commands.recv(zmq.NOBLOCK)))

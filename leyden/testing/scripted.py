@@ -29,6 +29,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,10 @@ class ScriptedEngine:
     @property
     def busy(self) -> bool:
         return bool(self._running)
+
+    @property
+    def rest(self) -> float:
+        return 0 if self.busy else inf
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -3,6 +3,7 @@ import logging
 import re
 import stat
 import time
+from math import inf
 
 import pytest
 
@@ -136,12 +137,17 @@ def test_between_requests_it_is_saved_and_among_them_only_after_two_intervals(mo
     made.step()
     assert (tmp_path / NAME).exists()
     (tmp_path / NAME).unlink()
-    now = 32
+    now = 25
     while made.busy:
+        assert made.rest == 0
         made.step()
-    assert (tmp_path / NAME).exists()  # nothing is under way any more
+    assert not (tmp_path / NAME).exists() and made.rest == 6  # 31 is the next time, whether somebody comes or not
+    now = 32
+    assert made.busy and made.rest == 0
+    made.step()
+    assert (tmp_path / NAME).exists()
     now = 100
-    assert not made.busy  # and nothing has changed since
+    assert not made.busy and made.rest == inf  # nothing has changed since
 
 
 def test_saving_never_takes_more_than_a_tenth_of_the_time(model, tmp_path, monkeypatch, caplog):

@@ -16,10 +16,10 @@ PROMPT = "one two three four five six seven eight nine ten eleven twelve thirtee
 
 
 class Server:
-    def __init__(self, folder, cache, port):
+    def __init__(self, folder, cache, port, *more):
         flags = ["--cache-dir", str(cache), "--port", str(port), "--device", "cpu", "--max-num-seqs", "2"]
         flags += ["--kv-cache-memory-bytes", "4M", "--max-model-len", "512", "--kv-offloading-size", "0.01"]
-        command = [sys.executable, "-m", "leyden", "serve", str(folder), *flags]
+        command = [sys.executable, "-m", "leyden", "serve", str(folder), *flags, *more]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
@@ -66,3 +66,18 @@ def test_sigterm_saves_and_sigkill_leaves_what_was_saved(tmp_path, port):
     assert server.cached() > 50
     server.end(signal.SIGKILL)
     assert (cache / NAME).read_bytes() == saved and os.listdir(cache) == [NAME]
+
+
+def test_a_server_that_nobody_asks_saves_what_it_was_told(tmp_path, port):
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    tiny(folder)
+    server = Server(folder, cache, port, "--cache-save-interval", "0.5")
+    server.cached()
+    deadline = time.monotonic() + 20
+    while not (cache / NAME).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    server.end(signal.SIGKILL)
+    server = Server(folder, cache, port)
+    assert server.cached() > 50
+    server.end(signal.SIGTERM)
