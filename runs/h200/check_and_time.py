@@ -1125,7 +1125,7 @@ def four() -> None:
          EXPERTS * EXPERT * H * (9 / 16 + 2))  # fmt: skip
     step = Step(8, ssm_dtype=torch.float16)
     show(graph(step).replay, "step of 8 rows in the formats of the release")
-    for tokens in (2048, 8192):
+    for tokens in (2048, 8192, 32768):
         ids, context = prompt(tokens)
 
         def once(ids: Tensor = ids, context: Context = context) -> Tensor:
@@ -1417,6 +1417,23 @@ def time_attention() -> None:
         torch.cuda.empty_cache()
 
 
+def time_long() -> None:
+    """One row with 32,768 tokens of context against 1,024, in one table, with more and fewer programs for its keys."""
+    kept = attention.SPLITS
+    for splits in (16, 32, 64, 128):
+        attention.SPLITS = splits
+        took = []
+        for context in (1024, 32768):
+            step = Step(1, context, steps=33168 - context)
+            took.append(replay(graph(step), 10, 25, 3))
+            del step
+            torch.cuda.empty_cache()
+        share = took[0] / took[1]
+        say(f"  {splits:3d} programs: {took[0]:.3f} and {took[1]:.3f} ms, {share:.3f} of the speed (bar 0.95)")
+        record(f"context 32768, {splits} programs", took)
+    attention.SPLITS = kept
+
+
 def speculate() -> None:
     """Steps with drafts as graphs: see speculation.py. The model of the other sections makes room."""
     MODEL.clear()
@@ -1429,7 +1446,8 @@ SECTIONS = {
     "halves": (halves, 60), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 60),
     "engine": (engine, 80), "guesses": (guesses, 30), "sample": (time_sample, 30),
     "mamba": (time_mamba, 80), "moe": (time_moe, 100), "linear": (time_linear, 80), "pdl": (without_pdl, 30),
-    "small": (time_small, 40), "attention": (time_attention, 40), "four": (four, 160), "tune": (tune, 150),
+    "small": (time_small, 40), "attention": (time_attention, 40), "long": (time_long, 40),
+    "four": (four, 160), "tune": (tune, 150),
     "ahead": (ahead, 240), "prefill8": (prefill_eight, 120),
     "speculation": (speculate, 150),
 }  # fmt: skip

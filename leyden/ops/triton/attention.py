@@ -14,6 +14,7 @@ from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
 
 _LOG2E = 1.4426950408889634
 _FEW = 8  # tokens of a row whose queries are one tile
+SPLITS = 32  # programs that share the keys of a row, at most
 
 
 @triton.jit
@@ -283,7 +284,7 @@ def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scal
         return out
     block_m, block_s = max(16, triton.next_power_of_2(longest * share)), 64
     reach = triton.cdiv(rows.pages.shape[1] * page, block_s)  # tiles of keys that a row can have at most
-    splits = max(1, min(32, reach, triton.cdiv(264, number * kv)))
+    splits = max(1, min(SPLITS, reach, triton.cdiv(264, number * kv)))
     parts = number * kv * splits
     part_acc = torch.empty(parts, block_m, block_d, dtype=torch.float32, device=q.device)
     part_most, part_total = torch.empty(2, parts, block_m, dtype=torch.float32, device=q.device)
