@@ -50,9 +50,7 @@ class MoE(nn.Module):
         """x [T, H] -> [T, H]; tokens do not see each other, so the context does not matter."""
         return self._experts(x, *self.route(x))
 
-    def added(
-        self, norm: RMSNorm, delta: Tensor, residual: Tensor, ctx: Context | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def added(self, norm: RMSNorm, delta: Tensor, residual: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """(forward() of the norm of delta + residual, the sum), all [T, H]: for few tokens norm and router are one."""
         hidden, total, *chosen = ops.add_norm_route(delta, residual, norm.weight, norm.eps, *self._router)
         return self._experts(hidden, *chosen), total

@@ -1219,7 +1219,7 @@ def time_eight() -> None:
     wide, flop = randn(tokens * CHOICES, EXPERT), 2 * tokens * H
     order, offsets = moe.listed(ids, EXPERTS)
     stacks = [eight.operand(m.experts.up_proj) for m in one[:3]]
-    gathered = eight.rounded(x, False, order, torch.empty_like(order), CHOICES)
+    gathered = eight.rounded(x, False, order, CHOICES)
 
     def rate(name: str, runs: Sequence[Callable[[], object]], flop: float) -> None:
         us = each(name, runs)
@@ -1239,8 +1239,6 @@ def time_eight() -> None:
          tokens * H * (2 + CHOICES))  # fmt: skip
     each("relu^2 rounded", [partial(eight.rounded, wide, True)] * 4, tokens * CHOICES * EXPERT * 3)
     each("listed", [partial(moe.listed, ids, EXPERTS)] * 4)
-    done, places = randn(tokens * CHOICES, H), torch.randperm(tokens * CHOICES, device="cuda").int()
-    each("summed", [partial(eight.summed, done, places, w, x)] * 4, tokens * H * 2 * (CHOICES + 2))
     for shape in ((128, 256, 128, 4, 8), (128, 256, 128, 3, 8), (128, 128, 128, 4, 4), (128, 256, 64, 4, 8)):
         runs = [partial(grouped.product, gathered[0], m[0], None, offsets, False, shape, (gathered[1], m[1]))
                 for m in stacks]  # fmt: skip

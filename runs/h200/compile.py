@@ -154,18 +154,18 @@ def attend() -> None:
 def products() -> None:
     for count in (1, 2, 8, 16, 64):
         for size, k in ((10304, 2688), (2688, 4096), (256, 2688), (131072, 2688)):
-            x, plain, bytes_, four = (
+            x, in_sixteen, in_eight, in_four = (
                 empty(count, k),
                 *(weight(size, k, format=f) for f in (None, FP8(), Tiled(NVFP4()))),
             )
             if count <= linear.NARROW_ROWS:
-                under(f"{count} x {size}", linear.linear, x, plain)
-            under(f"{count} x {size} fp8", linear.linear_fp8, x, bytes_)
-            under(f"{count} x {size} nvfp4", nvfp4.linear_nvfp4, x, four, F32)
+                under(f"{count} x {size}", linear.linear, x, in_sixteen)
+            under(f"{count} x {size} fp8", linear.linear_fp8, x, in_eight)
+            under(f"{count} x {size} nvfp4", nvfp4.linear_nvfp4, x, in_four, F32)
             if count == 1:
                 added = x, x, empty(k), 1e-5
-                under(f"sum and {size} fp8", linear.add_norm_linear_fp8, *added, eight)
-                under(f"sum and {size} nvfp4", nvfp4.add_norm_linear_nvfp4, *added, four)
+                under(f"sum and {size} fp8", linear.add_norm_linear_fp8, *added, in_eight)
+                under(f"sum and {size} nvfp4", nvfp4.add_norm_linear_nvfp4, *added, in_four)
     gate = empty(128, 2688, dtype=F32), empty(128, dtype=F32)
     shapes = (128, 1856, 2688), (128, 2688, 1856), (3712, 2688), (2688, 3712)
     dense, packed = ([weight(*shape, format=form) for shape in shapes] for form in (None, Tiled(NVFP4())))
@@ -190,9 +190,9 @@ def products() -> None:
     for square in (False, True):
         for size in (2688, 1856, 4096):
             under(f"rounded {size} {square}", eight.rounded, empty(8192, size), square)
-    under("rounded and gathered", eight.rounded, empty(8192, 2688), False, order, order, 6)
-    for also in (None, empty(8192, 2688)):
-        under("summed", eight.summed, empty(49152, 2688), order, empty(8192, 6, dtype=F32), also)
+    under("rounded and gathered", eight.rounded, empty(8192, 2688), False, order, 6)
+    ids, scores = empty(8192, 6, dtype=torch.int64).zero_(), empty(8192, 6, dtype=F32)
+    under("experts in 8 bits", eight.experts, empty(8192, 2688), ids, scores, *packed[:2])
     under("widened fp8", linear.linear_fp8, empty(300, 16), weight(64, 16, format=FP8()))
 
 

@@ -1,5 +1,5 @@
-"""Products of many rows in 8 bits: see leyden.ops.eight. One kernel rounds activations, one recodes NVFP4 matrices, one
-adds up what a row's experts gave; products with one matrix are torch's.
+"""Products of many rows in 8 bits: see leyden.ops.eight. One kernel rounds activations, one recodes NVFP4 matrices;
+products with one matrix are torch's.
 
 Experts take the rows of x in the order of moe.listed(): the kernel that rounds them also gathers them. Their products
 are those of grouped.py, with 8-bit operands.
@@ -18,7 +18,6 @@ from leyden.ops.triton import grouped
 from leyden.ops.triton import moe as routed
 from leyden.ops.triton.launch import INTERPRETED, OPTIONS, release, wait
 
-_BY_HAND = tl.constexpr(INTERPRETED)
 _MOST = tl.constexpr(E4M3_MAX)
 _TILES = 8  # of a matrix in NVFP4 at a time
 
@@ -26,7 +25,7 @@ _TILES = 8  # of a matrix in NVFP4 at a time
 @triton.jit
 def _to_e4m3(x):
     """fp32 -> E4M3, to nearest even; before, in the interpreter, which loses the carry from mantissa to exponent."""
-    if _BY_HAND:
+    if INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000
         x = tl.where(tl.abs(x) < 0.015625, x + 24576.0 - 24576.0, bits.to(tl.float32, bitcast=True))
@@ -35,19 +34,17 @@ def _to_e4m3(x):
 
 @triton.jit
 def _round(
-    x, codes, scales, order, places, x_stride,
+    x, codes, scales, order, x_stride,
     K: tl.constexpr, CHOICES: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row, with SQUARE its relu^2. With `order` row i is that of the choice order[i]; places[order[i]] = i."""
+    """One row, with SQUARE its relu^2. With `order` row i is that of the choice order[i]."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     wait()
     release()
     source = row
     if order is not None:
-        choice = tl.load(order + row)
-        tl.store(places + choice, row.to(tl.int32))
-        source = (choice // CHOICES).to(tl.int64)
+        source = (tl.load(order + row) // CHOICES).to(tl.int64)
     value = tl.load(x + source * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
     if SQUARE:
         value = tl.maximum(value, 0.0)
@@ -106,24 +103,6 @@ def _pair(bits, scale):
     return low.to(tl.uint8, bitcast=True).to(tl.uint32) | (high.to(tl.uint8, bitcast=True).to(tl.uint32) << 8)
 
 
-@triton.jit
-def _sum(done, places, weights, also, out, N, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
-    """out = sum of weight * done over the choices of a row, which are at `places`, plus `also`."""
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BLOCK)
-    inside = n < N
-    wait()
-    release()
-    acc = tl.zeros((BLOCK,), dtype=tl.float32)
-    for choice in tl.static_range(CHOICES):
-        place = tl.load(places + row * CHOICES + choice).to(tl.int64)
-        value = tl.load(done + place * N + n, mask=inside, other=0.0).to(tl.float32)
-        acc += tl.load(weights + row * CHOICES + choice) * value
-    if also is not None:
-        acc += tl.load(also + row * N + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * N + n, acc.to(out.dtype.element_ty), mask=inside)
-
-
 def linear(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """See ops.linear."""
     out = product(rounded(x.flatten(0, -2)), operand(weight))
@@ -136,50 +115,39 @@ def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
     return product(rounded(hidden, square=True), operand(down)).view(*x.shape[:-1], -1)
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, also: Tensor | None = None) -> Tensor:
-    """See ops.experts; plus `also` [T, N]."""
+def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight) -> Tensor:
+    """See ops.experts."""
+    (count, choices), size = ids.shape, down.shape[1]
     order, offsets = routed.listed(ids.contiguous(), up.shape[0])
-    places = torch.empty_like(order)
-    hidden = _grouped(rounded(x, False, order, places, ids.shape[1]), operand(up), offsets)
-    done = _grouped(rounded(hidden, square=True), operand(down), offsets)
-    return summed(done, places, weights.contiguous(), also)
+    hidden = _grouped(rounded(x, False, order, choices), operand(up), None, offsets)
+    done = _grouped(rounded(hidden, square=True), operand(down), order, offsets)
+    return routed.combined(done, weights.contiguous(), count, size, 0)
 
 
-def _grouped(x: Scaled, weight: Scaled, offsets: Tensor) -> Tensor:
-    """Rows offsets[e] to offsets[e + 1] of x [P, K] times weight[e] of [E, N, K] -> bfloat16 [P, N]"""
-    return grouped.product(x[0], weight[0], None, offsets, False, scales=(x[1], weight[1]))
+def _grouped(x: Scaled, weight: Scaled, order: Tensor | None, offsets: Tensor) -> Tensor:
+    """Rows offsets[e] to offsets[e + 1] of x [P, K] times weight[e] of [E, N, K] -> bfloat16 [P, N]; with `order` row i
+    goes to row order[i]."""
+    return grouped.product(x[0], weight[0], order, offsets, False, scales=(x[1], weight[1]))
 
 
 def moe(
     x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, shared_up: Weight, shared_down: Weight
 ) -> Tensor:
     """See ops.moe."""
-    return experts(x, ids, weights, up, down, mlp(x, shared_up, shared_down))
+    return experts(x, ids, weights, up, down).add_(mlp(x, shared_up, shared_down))
 
 
-def rounded(
-    x: Tensor, square: bool = False, order: Tensor | None = None, places: Tensor | None = None, choices: int = 1
-) -> Scaled:
+def rounded(x: Tensor, square: bool = False, order: Tensor | None = None, choices: int = 1) -> Scaled:
     """x [M, K] as E4M3 with a scale for each row, of its relu^2 if `square`. With `order` int32 [P] the rows of these
-    choices, P of them, and `places` int32 [P] gets where each choice is."""
+    choices, P of them."""
     x = x if x.stride(1) == 1 else x.contiguous()
     count, size = len(x) if order is None else len(order), x.shape[1]
     codes, scale = empty(count, size, x.device)
     _round[(count,)](
-        x, codes, scale, order, places, x.stride(0), size, choices, square, triton.next_power_of_2(size), num_warps=4,
+        x, codes, scale, order, x.stride(0), size, choices, square, triton.next_power_of_2(size), num_warps=4,
         **OPTIONS,
     )  # fmt: skip
     return codes, scale
-
-
-def summed(done: Tensor, places: Tensor, weights: Tensor, also: Tensor | None) -> Tensor:
-    """Rows `places` [T * k] of done [P, N] times weights [T, k], added up for each row of T; plus `also` [T, N]."""
-    (count, choices), size = weights.shape, done.shape[1]
-    out = torch.empty(count, size, dtype=done.dtype, device=done.device)
-    _sum[(count,)](
-        done, places, weights, also, out, size, choices, triton.next_power_of_2(size), num_warps=4, **OPTIONS
-    )
-    return out
 
 
 def operand(weight: Weight) -> Scaled:

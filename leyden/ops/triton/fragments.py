@@ -22,8 +22,6 @@ import triton.language as tl
 
 from leyden.ops.triton.launch import INTERPRETED
 
-ASSEMBLY = tl.constexpr(not INTERPRETED)
-
 # Weights are read once, and no kernel writes them. Where there are none to be read they are whatever was there.
 _WEIGHTS = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
@@ -65,7 +63,7 @@ _MMA = tl.constexpr(
 @triton.jit
 def weights(pointer, inside):
     """The four words at `pointer`, int32* and a multiple of 16 bytes; where not `inside` they mean nothing."""
-    if ASSEMBLY:
+    if not INTERPRETED:
         return tl.inline_asm_elementwise(
             _WEIGHTS, "=r,=r,=r,=r,l,r", [pointer.to(tl.int64), inside.to(tl.int32)],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
@@ -77,7 +75,7 @@ def weights(pointer, inside):
 @triton.jit
 def values(pointer, inside, ALL: tl.constexpr):
     """The four words at `pointer`; ALL: all of them are `inside`, else the others are zeros."""
-    if not ASSEMBLY:
+    if INTERPRETED:
         return _quad(pointer, inside, 0)
     elif ALL:
         return tl.inline_asm_elementwise(
@@ -102,7 +100,7 @@ def _quad(pointer, inside, OTHER: tl.constexpr):
 @triton.jit
 def four(q, scales, INDEX: tl.constexpr):
     """A word of eight e2m1 codes, and four bytes of which that at INDEX is their scale -> four pairs, times 2^-7."""
-    if ASSEMBLY:
+    if not INTERPRETED:
         ASM: tl.constexpr = _FOUR_0 if INDEX == 0 else _FOUR_1 if INDEX == 1 else _FOUR_2 if INDEX == 2 else _FOUR_3
         return tl.inline_asm_elementwise(
             ASM, "=r,=r,=r,=r,r,r", [q, scales], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
@@ -122,7 +120,7 @@ def four(q, scales, INDEX: tl.constexpr):
 @triton.jit
 def eight(q):
     """Four bytes of e4m3 -> two pairs, exactly their values."""
-    if ASSEMBLY:
+    if not INTERPRETED:
         return tl.inline_asm_elementwise(_EIGHT, "=r,=r,r", [q], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
     else:
         u = q.to(tl.uint32, bitcast=True)
@@ -138,7 +136,7 @@ def eight(q):
 @triton.jit
 def mma(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1):
     """c + A B of each warp, fp32."""
-    if ASSEMBLY:
+    if not INTERPRETED:
         return tl.inline_asm_elementwise(
             _MMA, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,

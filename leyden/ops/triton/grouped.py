@@ -16,8 +16,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from leyden.ops.triton.launch import HOPPER, INTERPRETED, OPTIONS, release, wait
 
-_INTERPRETED = tl.constexpr(INTERPRETED)  # where the product of bfloat16 is one of integers
-
 
 @triton.jit
 def _gather(x, order, out, rows, x_stride, K: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
@@ -40,7 +38,7 @@ def _tile(
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         left, right = x.load([row, k]), matrix.load([place, k])
-        if _INTERPRETED:
+        if INTERPRETED:  # which multiplies bfloat16 as integers
             left, right = left.to(tl.float32), right.to(tl.float32)
         acc = tl.dot(left, right.T, acc)
     at, own = row + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)

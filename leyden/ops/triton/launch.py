@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # by the interpreter, which has no inline assembly
 HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
-PDL = tl.constexpr(HOPPER and not INTERPRETED)  # the interpreter has no inline assembly
-_INTERPRETED = tl.constexpr(INTERPRETED)
+PDL = tl.constexpr(HOPPER and not INTERPRETED.value)
 OPTIONS = {"launch_pdl": True} if PDL.value else {}
 
 AHEAD = 32 << 20  # bytes that the programs of a kernel that are there at first may ask for: L2 has 50 MB
@@ -84,7 +83,7 @@ def complete(acc):
     """The sum of products in a loop whose left operand is computed in registers. Triton 3.6 lets three of four parts of
     such a product run on into the next iteration, where these registers are written again; it waits for a sum that
     somebody looks at, as this instruction without instructions does."""
-    if not _INTERPRETED:
+    if not INTERPRETED:
         acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
     return acc
 

@@ -35,7 +35,6 @@ from leyden.ops.triton.moe import leads
 
 WARPS = 1800  # at least, to keep the memory of an H200 busy; 2.3 times as many are there at once
 DEPTH = 3  # where eight rows are all
-FEW = 16  # rows up to which choices are looked up without lists
 
 
 @triton.jit
@@ -450,7 +449,7 @@ def product(
         scores, joined, arrived, later_codes, later_scales, later_bytes, residual, norm, hidden, summed, eps,
         count, size, x.stride(0), k, bits, choices, parts, up, not (routed and up),
         how.tiles, how.groups, how.split, 32 * how.warps, how.depth, asked, asked_later,
-        count == 1, triton.next_power_of_2(count * choices) if count <= FEW else 1,
+        count == 1, triton.next_power_of_2(count * choices) if ids is not None else 1,
         num_warps=how.warps, **OPTIONS,
     )  # fmt: skip
 

@@ -16,12 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from leyden.ops.rows import Rows
-from leyden.ops.triton import launch
 from leyden.ops.triton.conv import convolve
-from leyden.ops.triton.launch import OPTIONS, arrive, counters, prefetch, release, wait
+from leyden.ops.triton.launch import INTERPRETED, OPTIONS, arrive, counters, prefetch, release, wait
 from leyden.ops.triton.norm import gated_norm
 
-INTERPRETED = tl.constexpr(launch.INTERPRETED)
 _FUSED_ROWS = 4  # steps of up to so many rows are one launch
 # Rows of a head's state in a program, warps, registers of a thread, for states of 16 and of 32 bits: as many bytes as
 # possible on their way at once, without a spill. Eight rows that share random bits are to be in one thread: half as

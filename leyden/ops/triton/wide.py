@@ -16,8 +16,8 @@ from torch import Tensor
 
 from leyden.formats import Weight
 from leyden.ops.triton import packed
-from leyden.ops.triton.fragments import ASSEMBLY, four
-from leyden.ops.triton.launch import OPTIONS, complete, release, wait
+from leyden.ops.triton.fragments import four
+from leyden.ops.triton.launch import INTERPRETED, OPTIONS, complete, release, wait
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _tile(
     for chunk in tl.range(0, K // 64, num_stages=STAGES):
         w = _decoded(tl.load(left + chunk * 128), tl.load(scale + chunk * 16), BLOCK_N)
         value = tl.load(right + chunk * 64)
-        if not ASSEMBLY:  # the interpreter multiplies bfloat16 as integers
+        if INTERPRETED:  # which multiplies bfloat16 as integers
             w, value = w.to(tl.float32), value.to(tl.float32)
         acc = complete(tl.dot(w, value, acc))
     acc *= factor

@@ -66,9 +66,7 @@ def test_activations(device: str):
 
 def test_activations_in_the_order_of_experts(device: str):
     x, order = random(device, 3, 48), torch.tensor([4, 0, 5, 1, 3, 2], dtype=torch.int32, device=device)
-    places = torch.empty_like(order)
-    same(kernels.rounded(x, False, order, places, 2), reference.rounded(x[order // 2]), device)
-    assert places[order.long()].tolist() == list(range(6))
+    same(kernels.rounded(x, False, order, 2), reference.rounded(x[order // 2]), device)
 
 
 @pytest.mark.parametrize("format", [FP8(), FP8Channel(), NVFP4(), NVFP4(four_over_six=True)])
