@@ -153,7 +153,7 @@ def attend() -> None:
 
 def products() -> None:
     for count in (1, 2, 8, 16, 64):
-        for size, k in ((10304, 2688), (2688, 4096), (256, 2688), (131072, 2688)):
+        for size, k in ((10304, 2688), (2688, 4096), (2688, 16128), (256, 2688), (131072, 2688)):
             x, in_sixteen, in_eight, in_four = (
                 empty(count, k),
                 *(weight(size, k, format=f) for f in (None, FP8(), Tiled(NVFP4()))),
@@ -202,8 +202,12 @@ def rest() -> None:
         if count < 64:
             heads, angles = empty(count, 32, 128), empty(count, 64, dtype=F32)
             under(f"rotate {count}", draft.rotate, heads, angles, angles)
-            wide, narrow = weight(6144, 2688), weight(2688, 6144)
-            under(f"swiglu {count}", draft.swiglu, x, wide, wide, narrow)
+            wide = empty(count, 6144)
+            under(f"silu_times {count}", draft.silu_times, wide, wide)
+            to, ranks = empty(count, 7, 131072, dtype=F32)[:, 1], (None, Tiled(NVFP4()))
+            for form, call in zip(ranks, (linear.add_linear, nvfp4.add_linear_nvfp4), strict=True):
+                if form is not None or count <= linear.NARROW_ROWS:
+                    under(f"add_linear {count}", call, empty(count, 512), weight(131072, 512, format=form), to)
         under(f"norms {count}", norm.add_rms_norm, x, x, empty(2688), 1e-5)
         floats, ints = empty(count, 6, dtype=F32), empty(count, 2, dtype=torch.int64)
         k, seeds = ints[:, 0], ints[:, 1]

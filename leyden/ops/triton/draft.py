@@ -5,9 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leyden.formats import Weight
 from leyden.ops.triton.launch import OPTIONS, release, wait
-from leyden.ops.triton.linear import product
 
 _BLOCK = 1024
 
@@ -80,8 +78,8 @@ def _rotate(
 
 
 @triton.jit
-def _gated(gate, up, N, BLOCK: tl.constexpr):
-    """silu(gate) * up in the place of `up`, rounded as the reference rounds."""
+def _gated(gate, up, out, N, BLOCK: tl.constexpr):
+    """silu(gate) * up, rounded as the reference rounds."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N
     wait()
@@ -90,7 +88,7 @@ def _gated(gate, up, N, BLOCK: tl.constexpr):
     wide = value.to(tl.float32)
     opened = (wide * tl.sigmoid(wide)).to(value.dtype).to(tl.float32)
     made = opened * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(up + at, made.to(value.dtype), mask=inside)
+    tl.store(out + at, made.to(value.dtype), mask=inside)
 
 
 def begin_drafts(
@@ -138,9 +136,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def swiglu(x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
-    """See ops.swiglu."""
-    opened, hidden = (product(x, weight.dense(), False, x.dtype) for weight in (gate, up))
-    if size := hidden.numel():
-        _gated[(triton.cdiv(size, _BLOCK),)](opened, hidden, size, _BLOCK, num_warps=4, **OPTIONS)
-    return product(hidden, down.dense(), False, x.dtype)
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    """See ops.silu_times."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(up)
+    if size := out.numel():
+        _gated[(triton.cdiv(size, _BLOCK),)](gate, up, out, size, _BLOCK, num_warps=4, **OPTIONS)
+    return out

@@ -69,6 +69,15 @@ def linear_nvfp4(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) ->
     return out.view(*x.shape[:-1], -1)
 
 
+def add_linear_nvfp4(x: Tensor, weight: Weight, to: Tensor) -> Tensor:
+    """See ops.add_linear."""
+    if not _ready(x.dtype, weight) or not 0 < len(x) <= _most(weight) or to.stride(1) != 1:
+        return linear.add_product(x, _whole(weight), to)
+    out = torch.empty(len(x), weight.shape[0], dtype=to.dtype, device=x.device)
+    packed.product(packed.aligned(x), weight, out, len(x), to=to)
+    return out
+
+
 def add_norm_linear_nvfp4(
     x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Weight
 ) -> tuple[Tensor, Tensor]:

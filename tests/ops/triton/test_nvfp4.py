@@ -52,6 +52,20 @@ def test_linear(device: str, count: int):
     assert off(nvfp4.linear_nvfp4(beside, weight, torch.float32), wanted) < 1e-6
 
 
+@pytest.mark.parametrize("count", [1, 9, 20])
+def test_a_product_that_is_added(device: str, count: int, monkeypatch: pytest.MonkeyPatch):
+    """To rows of logits that are apart; many rows by way of the decoded matrix."""
+    monkeypatch.setattr(nvfp4, "WIDE_ROWS", 16)
+    weight, x = stored(device, 48, 192), random(device, count, 192) / 64
+    to = random(device, count, 3 * 48).float().view(count, 3, 48)[:, 1]
+    found = nvfp4.add_linear_nvfp4(x, weight, to)
+    assert found.dtype == torch.float32 and weight.format == Tiled(NVFP4())
+    assert off(found, to.double() + x.double() @ exact(weight).t()) < (1e-6 if count < 16 else BOUND)
+    once = Weight(48, 192, dtype=torch.bfloat16, format=FP8()).requires_grad_(False).to(device)
+    once.parts["weight"].copy_(torch.randn(48, 192)), once.parts["weight_scale"].fill_(0.5)
+    assert off(ops.add_linear.reference(x, once, to), to.double() + x.double() @ exact(once).t()) < BOUND
+
+
 @pytest.mark.parametrize("tiles, groups, split, warps", [(2, 1, 2, 4), (1, 2, 2, 2)])
 def test_shapes(device: str, tiles: int, groups: int, split: int, warps: int):
     """However the work is cut: columns that the warps do not share evenly, tiles and rows that are left over."""
