@@ -1435,6 +1435,7 @@ def time_long() -> None:
 def speculate() -> None:
     """Steps with drafts as graphs: see speculation.py. The model of the other sections makes room."""
     MODEL.clear()
+    speculation.products("cuda", verdict)
     speculation.texts("cuda", say, verdict)
     speculation.speeds("cuda", say, record, ("bf16", "nvfp4"), True, show)
 

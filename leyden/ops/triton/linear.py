@@ -121,7 +121,7 @@ def _finish(acc, to, out, m, n, M, N, to_stride, SQUARE: tl.constexpr):
 
 def embed(tokens: Tensor, weight: Weight) -> Tensor:
     """See ops.embed."""
-    matrix = weight.dense()
+    matrix, tokens = weight.dense(), tokens.contiguous()
     size = matrix.shape[1]
     out = torch.empty(*tokens.shape, size, dtype=matrix.dtype, device=tokens.device)
     if tokens.numel():
