@@ -984,7 +984,7 @@ def in_few_bits() -> None:
             weight.parts["weight"].copy_(torch.randn(weight.shape, device="cuda").mul_(32).to(torch.float8_e4m3fn))
             weight.parts["weight_scale"].fill_(0.02 / 32)
     torch.cuda.empty_cache()
-    say(f"  twins: {twins.keep(MODEL[0], torch.cuda.mem_get_info()[1]) / 2**30:.2f} GiB")
+    say(f"  twins: {twins.keep(MODEL[:1], torch.cuda.mem_get_info()[1]) / 2**30:.2f} GiB")
 
 
 def tried(name: str, run: Callable[[], None]) -> None:
