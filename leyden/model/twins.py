@@ -1,7 +1,8 @@
 """Decoded copies of small quantised matrices, for a GPU with memory to spare.
 
 Products of some dozens of rows and more are bound by decoding, not by memory, and the library's product with a dense
-matrix is two to six times as fast. All matrices of the 30B-A3B but the experts take 3.2 GiB once more, those of its drafter 0.8.
+matrix is two to six times as fast. All matrices of the 30B-A3B but the experts take 3.2 GiB once more, those of its
+drafter 0.8.
 """
 
 from collections.abc import Iterable

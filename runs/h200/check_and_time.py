@@ -180,7 +180,10 @@ def check_joined() -> None:
         cos, sin, heads = randn(count, 64, dtype=torch.float32), randn(count, 64, dtype=torch.float32), randn(count, *Q)
         three = [stored(randn(*shape, scale=0.02)) for shape in ((6144, H), (6144, H), (H, 6144))]
         turned, gated = ops.rotate(heads, cos, sin), ops.swiglu(x, *three)
+        angled = torch.arange(64, dtype=torch.int32, device="cuda") * 16381, 1e4 ** -(cos[0].abs().cumsum(0) / 64), 1.25
+        sines = ops.angles(*angled)
         with ops.using("reference"):
+            verdict(f"angles {count}", max(map(error, sines, ops.angles(*angled))), 1e-6)
             verdict(f"rotate {count}", error(turned, ops.rotate(heads.float(), cos, sin)), 4e-3)
             verdict(f"swiglu {count}", error(gated, ops.swiglu(x.float(), *map(wide, three))), 1e-2)
 

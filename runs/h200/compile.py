@@ -202,6 +202,7 @@ def rest() -> None:
         if count < 64:
             heads, angles = empty(count, 32, 128), empty(count, 64, dtype=F32)
             under(f"rotate {count}", draft.rotate, heads, angles, angles)
+            under(f"angles {count}", draft.angles, torch.zeros(count, dtype=torch.int32), empty(64, dtype=F32), 1.0)
             wide = empty(count, 6144)
             under(f"silu_times {count}", draft.silu_times, wide, wide)
             to, ranks = empty(count, 7, 131072, dtype=F32)[:, 1], (None, Tiled(NVFP4()))

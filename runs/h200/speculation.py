@@ -14,6 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+from compare import error
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -108,9 +109,6 @@ def products(device: str, verdict: Verdict, hidden: int = 2688, vocabulary: int 
         for name, part in NVFP4().quantize(draw(*shape) * shape[1] ** -0.5).items():
             made.parts[name].copy_(part)
         return made
-
-    def error(got: Tensor, wanted: Tensor) -> float:
-        return float((got.float() - wanted).norm() / wanted.norm())
 
     fc, w2 = stored(hidden, 6 * hidden), stored(vocabulary, rank)
     mlp = [stored(inner, hidden), stored(inner, hidden), stored(hidden, inner)]

@@ -8,6 +8,7 @@ for _op, _kernel in (
     (ops.begin, table.begin),
     (ops.begin_drafts, draft.begin_drafts),
     (ops.accept, draft.accept),
+    (ops.angles, draft.angles),
     (ops.rotate, draft.rotate),
     (ops.silu_times, draft.silu_times),
     (ops.take, table.take),

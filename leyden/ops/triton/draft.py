@@ -59,6 +59,19 @@ def _accept(
 
 
 @triton.jit
+def _angles(positions, frequencies, cos, sin, scale, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """One position."""
+    row, i = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = i < HALF
+    frequency = tl.load(frequencies + i, mask=inside, other=0.0)
+    wait()
+    release()
+    angle = tl.load(positions + row).to(tl.float32) * frequency
+    tl.store(cos + row * HALF + i, tl.cos(angle) * scale, mask=inside)
+    tl.store(sin + row * HALF + i, tl.sin(angle) * scale, mask=inside)
+
+
+@triton.jit
 def _rotate(
     x, cos, sin, out, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -122,6 +135,16 @@ def accept(
             width, triton.next_power_of_2(width + 1), triton.next_power_of_2(stops.shape[1]), num_warps=1, **OPTIONS,
         )  # fmt: skip
     return kept, counts, newest, ends, at
+
+
+def angles(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """See ops.angles."""
+    positions, half = positions.contiguous(), len(frequencies)
+    cos, sin = (torch.empty(*positions.shape, half, dtype=torch.float32, device=positions.device) for _ in range(2))
+    if count := positions.numel():
+        block = triton.next_power_of_2(half)
+        _angles[(count,)](positions, frequencies, cos, sin, scale, half, block, num_warps=1, **OPTIONS)
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -38,6 +38,14 @@ def test_accept(device: str, width: int, ends: int):
     assert width == 0 or int(got[1].max()) > 1
 
 
+@pytest.mark.parametrize("half", [12, 64])
+def test_angles(device: str, half: int):
+    positions = torch.tensor([[0, 1, 77], [4000, 5, 1_000_000]], dtype=torch.int32, device=device)
+    frequencies = 1e4 ** -(torch.arange(half, device=device) / half)
+    for one, other in zip(*(run.angles(positions, frequencies, 1.25) for run in (draft, reference)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(5, 6, 16), (2, 3, 3, 10)])
 def test_rotate(device: str, shape: tuple[int, ...]):
     torch.manual_seed(0)
