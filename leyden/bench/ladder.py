@@ -221,10 +221,10 @@ def main(argv: Sequence[str]) -> int:
         if drafts.get("method") == "mtp":
             sizes = sizes | {"num_nextn_predict_layers": 1}
         folder = resolve(given.model) if given.model else middling.describe(Path(made), given.layout, **sizes)
-        if drafts.get("method") in ("dflash", "dspark") and "model" not in drafts:
+        if _is_random(drafts):
             target, layout = ModelConfig.from_folder(folder), drafts.pop("quantization", given.layout)
-            random = middling.drafter(Path(made) / "drafter", target, drafts["method"], layout, device=given.device)
-            drafts["model"] = str(random)
+            network = middling.drafter(Path(made) / "drafter", target, drafts["method"], layout, device=given.device)
+            drafts["model"] = str(network)
         ladder = Ladder(
             folder,
             given.quantization,
@@ -266,6 +266,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _is_random(drafts: dict[str, Any]) -> bool:
+    """Whether the drafter is a network that has yet to be made."""
+    return drafts.get("method") in ("dflash", "dspark") and "model" not in drafts
+
+
 def _drafts(given: argparse.Namespace) -> dict[str, Any]:
     """What the engine is told about drafts."""
     try:
@@ -275,7 +280,7 @@ def _drafts(given: argparse.Namespace) -> dict[str, Any]:
     if not isinstance(drafts, dict):
         raise ConfigError(f"--speculative-config: expected a JSON object, got {given.speculative_config}")
     layout = drafts.get("quantization", given.layout)
-    if "model" not in drafts and layout not in middling.LAYOUTS:
+    if _is_random(drafts) and layout not in middling.LAYOUTS:
         accepted = ", ".join(middling.LAYOUTS)
         raise ConfigError(
             f"--speculative-config.quantization of random weights must be one of {accepted}; got {layout!r}"

@@ -101,8 +101,8 @@ def write(folder: Path, seed: int = 0, **overrides: Any) -> ModelConfig:
 def drafter(
     folder: Path, target: ModelConfig, method: str, layout: str = "bf16", seed: int = 0, device: str = "cpu"
 ) -> Path:
-    """Write a random drafter, dflash or dspark, with the target's embeddings. ConfigError if it cannot be in `layout`,
-    one of LAYOUTS."""
+    """Write a random drafter, dflash or dspark, in `layout`, one of LAYOUTS, with the target's embeddings. ConfigError
+    if its matrices do not fit the formats."""
     network = DrafterNetwork(DrafterConfig.from_dict(drafter_keys(target, method)), torch.bfloat16, device)
     del network.embed_tokens
     if layout == "nvfp4":

@@ -1440,7 +1440,7 @@ def speculate() -> None:
     MODEL.clear()
     speculation.products("cuda", verdict)
     speculation.texts("cuda", say, verdict)
-    speculation.speeds("cuda", say, record, ("bf16", "nvfp4"), True, show)
+    speculation.speeds("cuda", say, record, ("nvfp4", "bf16"), True, show)
 
 
 SECTIONS = {
