@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from leyden.formats import Weight
 from leyden.ops.triton import packed
@@ -128,6 +129,120 @@ def _product(
             )  # fmt: skip
 
 
+@triton.jit
+def _swapped(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS], its columns in the order of decoding: of 64 of them the two pairs of bits change places."""
+    split = tl.reshape(tile, (ROWS, COLUMNS // 32, 4, 4, 2))
+    return tl.reshape(tl.permute(split, (0, 1, 3, 2, 4)), (ROWS, COLUMNS))
+
+
+@triton.jit
+def _gather(x, order, out, rows, x_stride, K: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = x[order[i] // CHOICES], in the order of decoding; four rows"""
+    row, k = tl.program_id(0) * 4 + tl.arange(0, 4), tl.arange(0, BLOCK)
+    wait()
+    release()
+    source = tl.load(order + row, mask=row < rows, other=0).to(tl.int64) // CHOICES
+    inside = (row < rows)[:, None] & (k < K)[None, :]
+    value = tl.load(x + source[:, None] * x_stride + k[None, :], mask=inside, other=0.0)
+    tl.store(out + row.to(tl.int64)[:, None] * K + k[None, :], _swapped(value, 4, BLOCK), mask=inside)
+
+
+@triton.jit
+def _weights(words, scales, BLOCK_N: tl.constexpr):
+    """_decoded() of tile copies [BLOCK_N / 16, 128] and [BLOCK_N / 16, 16]."""
+    words = tl.reshape(words, (BLOCK_N // 16, 32, 4))
+    four = tl.broadcast_to(tl.reshape(scales, (BLOCK_N // 16, 16, 1)), (BLOCK_N // 16, 16, 2))
+    return _decoded(words, tl.reshape(four, (BLOCK_N // 16, 32)), BLOCK_N)
+
+
+@triton.jit
+def _gathered_tile(
+    x, codes, scales, factor, out, order, row, end, first, band, N,
+    K: tl.constexpr, UP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    if EARLY:
+        w = _weights(codes.load([band, 0]), scales.load([band, 0]), BLOCK_N)
+        for chunk in tl.range(0, K // 64, num_stages=STAGES):
+            words = codes.load([band, chunk * 128 + 128])
+            four = scales.load([band, chunk * 16 + 16])
+            right = x.load([row, chunk * 64])
+            if INTERPRETED:
+                w, right = w.to(tl.float32), right.to(tl.float32)
+            acc = tl.dot(w, right.T, acc)
+            w = _weights(words, four, BLOCK_N)
+            acc = complete(acc)
+    else:
+        for chunk in tl.range(0, K // 64, num_stages=STAGES):
+            words = codes.load([band, chunk * 128])
+            four = scales.load([band, chunk * 16])
+            right = x.load([row, chunk * 64])
+            w = _weights(words, four, BLOCK_N)
+            if INTERPRETED:  # which multiplies bfloat16 as integers
+                w, right = w.to(tl.float32), right.to(tl.float32)
+            acc = complete(tl.dot(w, right.T, acc))
+    acc *= factor
+    made = acc.to(out.dtype.element_ty)
+    at, own = row + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
+    inside = at < end
+    target = at
+    if UP:  # rounded as the reference rounds: after the product and after the square
+        made = tl.maximum(made.to(tl.float32), 0.0)
+        made = (made * made).to(out.dtype.element_ty)
+    else:
+        target = tl.load(order + at, mask=inside, other=0)
+    made = tl.trans(made)
+    if UP:
+        made = _swapped(made, BLOCK_M, BLOCK_N)
+    tl.store(out + target.to(tl.int64)[:, None] * N + own[None, :], made, mask=inside[:, None] & (own < N)[None, :])
+
+
+@triton.jit
+def _gathered_product(
+    x, half, codes, scales, rest_codes, rest_scales, whole, out, order, offsets,
+    K: tl.constexpr, N: tl.constexpr, E: tl.constexpr, UP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    WHOLE: tl.constexpr = N // BLOCK_N
+    TILES: tl.constexpr = WHOLE + (1 if REST else 0)
+    e = tl.arange(0, BLOCK_E)
+    wait()
+    release()
+    begins, ends = tl.load(offsets + e, mask=e < E, other=0), tl.load(offsets + e + 1, mask=e < E, other=0)
+    blocks = (ends - begins + BLOCK_M - 1) // BLOCK_M
+    behind = tl.cumsum(blocks, 0) * TILES
+    pid = tl.program_id(0)
+    expert = tl.sum((behind <= pid).to(tl.int32), 0)
+    if expert < E:  # there are as many programs as there may be tiles
+        mine = e == expert
+        row, end = tl.sum(tl.where(mine, begins, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
+        count = tl.sum(tl.where(mine, blocks, 0), 0)
+        place = pid - (tl.sum(tl.where(mine, behind, 0), 0) - count * TILES)
+        row += place % count * BLOCK_M
+        column = place // count
+        first = column * BLOCK_N
+        band = (expert * N + first) // 16
+        factor = tl.load(whole + expert) * 128.0
+        if column < WHOLE:
+            if end - row > BLOCK_M // 2:
+                _gathered_tile(
+                    x, codes, scales, factor, out, order, row, end, first, band, N,
+                    K, UP, BLOCK_M, BLOCK_N, STAGES, EARLY,
+                )  # fmt: skip
+            else:
+                _gathered_tile(
+                    half, codes, scales, factor, out, order, row, end, first, band, N,
+                    K, UP, BLOCK_M // 2, BLOCK_N, STAGES, EARLY,
+                )  # fmt: skip
+        elif REST:
+            _gathered_tile(
+                x, rest_codes, rest_scales, factor, out, order, row, end, first, band, N,
+                K, UP, BLOCK_M, REST, STAGES, EARLY,
+            )  # fmt: skip
+
+
 def ordered(x: Tensor) -> Tensor:
     """x [M, K], its columns in the order of decoding."""
     x, k = x.contiguous(), x.shape[1]
@@ -156,3 +271,36 @@ def product(
         x, codes, scales, whole, out, *lists, size, k, total, choices, up, block_m, block_n, stages,
         triton.next_power_of_2(total), num_warps=warps, **OPTIONS,
     )  # fmt: skip
+
+
+def gathered(x: Tensor, order: Tensor, choices: int) -> Tensor:
+    """x [T, K], order int32 [P] -> x[order // choices] [P, K], its columns in the order of decoding."""
+    rows, k = len(order), x.shape[1]
+    out = torch.empty(rows, k, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(k)
+    _gather[(triton.cdiv(rows, 4),)](x, order, out, rows, x.stride(0), k, choices, block, num_warps=8, **OPTIONS)
+    return out
+
+
+def gathered_product(
+    x: Tensor, weight: Weight, up: bool, lists: tuple[Tensor, Tensor], shape: tuple[int, int, int, int, bool]
+) -> Tensor:
+    (total, size, k), pairs = weight.shape, len(x)
+    codes, scales, whole = packed.stored(weight)
+    assert scales is not None
+    block_m, block_n, stages, warps, early = shape
+    rest = max(16 * warps, triton.next_power_of_2(size % block_n)) if size % block_n else 0
+    out = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
+    codes, scales = codes.view(total * size // 16, k * 2), scales.view(total * size // 16, k // 4)
+
+    def tiled(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(tensor, [rows, columns])
+
+    bands = block_n // 16, max(1, rest // 16)
+    _gathered_product[((pairs // block_m + total) * triton.cdiv(size, block_n),)](
+        tiled(x, block_m, 64), tiled(x, block_m // 2, 64),
+        *(tiled(*part) for rows in bands for part in ((codes, rows, 128), (scales, rows, 16))), whole, out, *lists,
+        k, size, total, up, block_m, block_n, rest, stages, early, triton.next_power_of_2(total),
+        num_warps=warps, **OPTIONS,
+    )  # fmt: skip
+    return out
