@@ -33,31 +33,32 @@ def _order(x, out, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _pair(pairs):
-    """int32 -> its two bfloat16, as a last dimension."""
-    low = (pairs & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return tl.join(low, (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+def _four(words, scales, INDEX: tl.constexpr):
+    """-> [..., low bit of the pair's number, high bit]"""
+    pairs = four(words, scales, INDEX)
+    return tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
 
 
 @triton.jit
-def _four_pairs(pairs):
-    """-> [..., even or odd, low bit of the pair's number, high bit]"""
-    return tl.join(tl.join(_pair(pairs[0]), _pair(pairs[1])), tl.join(_pair(pairs[2]), _pair(pairs[3])))
-
-
-@triton.jit
-def _decoded(words, scales, BLOCK_N: tl.constexpr):
-    """[tiles, 32, 4] words of eight codes, (rows g and g + 8) x (halves of 64 columns) -> [BLOCK_N, 64] bfloat16, of
-    which each thread has what it loaded."""
-    halves = tl.permute(tl.reshape(words, (BLOCK_N // 16, 32, 2, 2)), (0, 1, 3, 2))
-    upper, lower = tl.split(halves)
+def _decoded(words, scales):
+    """[tiles, 32, 4] words of eight codes, (rows g and g + 8) x (halves of 64 columns), and [tiles, 32] of four scales
+    -> pairs of bfloat16 [tiles, 32, 2, 2, 2, 2]: high and low bit of the pair's number, half, row."""
+    tiles: tl.constexpr = words.shape[0]
+    upper, lower = tl.split(tl.permute(tl.reshape(words, (tiles, 32, 2, 2)), (0, 1, 3, 2)))
     w0, w1 = tl.split(upper)
     w2, w3 = tl.split(lower)
-    first = tl.join(_four_pairs(four(w0, scales, 0)), _four_pairs(four(w1, scales, 1)))
-    second = tl.join(_four_pairs(four(w2, scales, 2)), _four_pairs(four(w3, scales, 3)))
-    both = tl.join(first, second)  # tile, thread, e, low bit, high bit, half, row
-    both = tl.reshape(both, (BLOCK_N // 16, 8, 4, 2, 2, 2, 2, 2))
-    return tl.reshape(tl.permute(both, (0, 7, 1, 6, 5, 4, 2, 3)), (BLOCK_N, 64))
+    first = tl.join(_four(w0, scales, 0), _four(w1, scales, 1))
+    return tl.join(first, tl.join(_four(w2, scales, 2), _four(w3, scales, 3)))
+
+
+@triton.jit
+def _matrix(pairs):
+    """_decoded() -> [16 tiles, 64], of which each thread has what it had."""
+    tiles: tl.constexpr = pairs.shape[0]
+    low = (pairs & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    both = tl.join(low, (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+    both = tl.reshape(both, (tiles, 8, 4, 2, 2, 2, 2, 2))  # tile, g, t, high bit, low bit, half, row, e
+    return tl.reshape(tl.permute(both, (0, 6, 1, 5, 3, 4, 2, 7)), (tiles * 16, 64))
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def _tile(
     scale = scales + place[:, None] * 16 + (thread // 4 * 2 + thread % 4 // 2)[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for chunk in tl.range(0, K // 64, num_stages=STAGES):
-        w = _decoded(tl.load(left + chunk * 128), tl.load(scale + chunk * 16), BLOCK_N)
+        w = _matrix(_decoded(tl.load(left + chunk * 128), tl.load(scale + chunk * 16)))
         value = tl.load(right + chunk * 64)
         if INTERPRETED:  # which multiplies bfloat16 as integers
             w, value = w.to(tl.float32), value.to(tl.float32)
@@ -149,69 +150,82 @@ def _gather(x, order, out, rows, x_stride, K: tl.constexpr, CHOICES: tl.constexp
 
 
 @triton.jit
-def _weights(words, scales, BLOCK_N: tl.constexpr):
-    """_decoded() of tile copies [BLOCK_N / 16, 128] and [BLOCK_N / 16, 16]."""
-    words = tl.reshape(words, (BLOCK_N // 16, 32, 4))
-    four = tl.broadcast_to(tl.reshape(scales, (BLOCK_N // 16, 16, 1)), (BLOCK_N // 16, 16, 2))
-    return _decoded(words, tl.reshape(four, (BLOCK_N // 16, 32)), BLOCK_N)
+def _pairs(words, scales):
+    """_decoded() of tile copies, [tiles, 128] and [tiles, 16]: two neighbours have one scale."""
+    tiles: tl.constexpr = words.shape[0]
+    both = tl.broadcast_to(tl.reshape(scales, (tiles, 16, 1)), (tiles, 16, 2))
+    return _decoded(tl.reshape(words, (tiles, 32, 4)), tl.reshape(both, (tiles, 32)))
+
+
+@triton.jit
+def _times(pairs, right, acc):
+    left = _matrix(pairs)
+    if INTERPRETED:  # which multiplies bfloat16 as integers
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right.T, acc)
+
+
+@triton.jit
+def _store(
+    acc, factor, out, order, row, end, first, N, UP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    acc *= factor
+    at, own = row + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
+    inside = at < end
+    if UP:  # rounded as the reference rounds: after the product and after the square
+        acc = tl.maximum(acc.to(out.dtype.element_ty).to(tl.float32), 0.0)
+        made = _swapped(tl.trans((acc * acc).to(out.dtype.element_ty)), BLOCK_M, BLOCK_N)
+        target = at
+    else:
+        made = tl.trans(acc.to(out.dtype.element_ty))
+        target = tl.load(order + at, mask=inside, other=0)
+    tl.store(out + target.to(tl.int64)[:, None] * N + own[None, :], made, mask=inside[:, None] & (own < N)[None, :])
 
 
 @triton.jit
 def _gathered_tile(
     x, codes, scales, factor, out, order, row, end, first, band, N,
-    K: tl.constexpr, UP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    K: tl.constexpr, UP: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if EARLY:
-        w = _weights(codes.load([band, 0]), scales.load([band, 0]), BLOCK_N)
+    if PARTS == 2:
+        acc_0 = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        pairs = _pairs(codes.load([band, 0]), scales.load([band, 0]))
         for chunk in tl.range(0, K // 64, num_stages=STAGES):
-            words = codes.load([band, chunk * 128 + 128])
             four = scales.load([band, chunk * 16 + 16])
-            right = x.load([row, chunk * 64])
-            if INTERPRETED:
-                w, right = w.to(tl.float32), right.to(tl.float32)
-            acc = tl.dot(w, right.T, acc)
-            w = _weights(words, four, BLOCK_N)
-            acc = complete(acc)
+            words = codes.load([band, chunk * 128 + 128])
+            right_0 = x.load([row, chunk * 64])
+            right = x.load([row + BLOCK_M, chunk * 64])
+            acc_0 = _times(pairs, right_0, acc_0)
+            later = _pairs(words, four)
+            acc = complete(_times(pairs, right, acc))
+            pairs = later
+        _store(acc_0, factor, out, order, row, end, first, N, UP, BLOCK_M, BLOCK_N)
+        row += BLOCK_M
     else:
         for chunk in tl.range(0, K // 64, num_stages=STAGES):
             words = codes.load([band, chunk * 128])
             four = scales.load([band, chunk * 16])
             right = x.load([row, chunk * 64])
-            w = _weights(words, four, BLOCK_N)
-            if INTERPRETED:  # which multiplies bfloat16 as integers
-                w, right = w.to(tl.float32), right.to(tl.float32)
-            acc = complete(tl.dot(w, right.T, acc))
-    acc *= factor
-    made = acc.to(out.dtype.element_ty)
-    at, own = row + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
-    inside = at < end
-    target = at
-    if UP:  # rounded as the reference rounds: after the product and after the square
-        made = tl.maximum(made.to(tl.float32), 0.0)
-        made = (made * made).to(out.dtype.element_ty)
-    else:
-        target = tl.load(order + at, mask=inside, other=0)
-    made = tl.trans(made)
-    if UP:
-        made = _swapped(made, BLOCK_M, BLOCK_N)
-    tl.store(out + target.to(tl.int64)[:, None] * N + own[None, :], made, mask=inside[:, None] & (own < N)[None, :])
+            acc = complete(_times(_pairs(words, four), right, acc))
+    _store(acc, factor, out, order, row, end, first, N, UP, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def _gathered_product(
     x, half, codes, scales, rest_codes, rest_scales, whole, out, order, offsets,
-    K: tl.constexpr, N: tl.constexpr, E: tl.constexpr, UP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, BLOCK_E: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, E: tl.constexpr, UP: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     WHOLE: tl.constexpr = N // BLOCK_N
     TILES: tl.constexpr = WHOLE + (1 if REST else 0)
+    ROWS: tl.constexpr = BLOCK_M * PARTS
     e = tl.arange(0, BLOCK_E)
     wait()
     release()
     begins, ends = tl.load(offsets + e, mask=e < E, other=0), tl.load(offsets + e + 1, mask=e < E, other=0)
-    blocks = (ends - begins + BLOCK_M - 1) // BLOCK_M
+    blocks = (ends - begins + ROWS - 1) // ROWS
     behind = tl.cumsum(blocks, 0) * TILES
     pid = tl.program_id(0)
     expert = tl.sum((behind <= pid).to(tl.int32), 0)
@@ -220,26 +234,31 @@ def _gathered_product(
         row, end = tl.sum(tl.where(mine, begins, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
         count = tl.sum(tl.where(mine, blocks, 0), 0)
         place = pid - (tl.sum(tl.where(mine, behind, 0), 0) - count * TILES)
-        row += place % count * BLOCK_M
+        row += place % count * ROWS
         column = place // count
         first = column * BLOCK_N
         band = (expert * N + first) // 16
         factor = tl.load(whole + expert) * 128.0
         if column < WHOLE:
-            if end - row > BLOCK_M // 2:
+            if PARTS == 2 and end - row > BLOCK_M:
                 _gathered_tile(
                     x, codes, scales, factor, out, order, row, end, first, band, N,
-                    K, UP, BLOCK_M, BLOCK_N, STAGES, EARLY,
+                    K, UP, PARTS, BLOCK_M, BLOCK_N, STAGES,
+                )  # fmt: skip
+            elif end - row > BLOCK_M // 2:
+                _gathered_tile(
+                    x, codes, scales, factor, out, order, row, end, first, band, N,
+                    K, UP, 1, BLOCK_M, BLOCK_N, STAGES,
                 )  # fmt: skip
             else:
                 _gathered_tile(
                     half, codes, scales, factor, out, order, row, end, first, band, N,
-                    K, UP, BLOCK_M // 2, BLOCK_N, STAGES, EARLY,
+                    K, UP, 1, BLOCK_M // 2, BLOCK_N, STAGES,
                 )  # fmt: skip
         elif REST:
             _gathered_tile(
                 x, rest_codes, rest_scales, factor, out, order, row, end, first, band, N,
-                K, UP, BLOCK_M, REST, STAGES, EARLY,
+                K, UP, PARTS, BLOCK_M, REST, STAGES,
             )  # fmt: skip
 
 
@@ -283,13 +302,14 @@ def gathered(x: Tensor, order: Tensor, choices: int) -> Tensor:
 
 
 def gathered_product(
-    x: Tensor, weight: Weight, up: bool, lists: tuple[Tensor, Tensor], shape: tuple[int, int, int, int, bool]
+    x: Tensor, weight: Weight, up: bool, lists: tuple[Tensor, Tensor], shape: tuple[int, int, int, int, int]
 ) -> Tensor:
     (total, size, k), pairs = weight.shape, len(x)
     codes, scales, whole = packed.stored(weight)
     assert scales is not None
-    block_m, block_n, stages, warps, early = shape
+    parts, block_m, block_n, stages, warps = shape
     rest = max(16 * warps, triton.next_power_of_2(size % block_n)) if size % block_n else 0
+    rows = parts * block_m
     out = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
     codes, scales = codes.view(total * size // 16, k * 2), scales.view(total * size // 16, k // 4)
 
@@ -297,10 +317,10 @@ def gathered_product(
         return TensorDescriptor.from_tensor(tensor, [rows, columns])
 
     bands = block_n // 16, max(1, rest // 16)
-    _gathered_product[((pairs // block_m + total) * triton.cdiv(size, block_n),)](
+    _gathered_product[((pairs // rows + total) * triton.cdiv(size, block_n),)](
         tiled(x, block_m, 64), tiled(x, block_m // 2, 64),
         *(tiled(*part) for rows in bands for part in ((codes, rows, 128), (scales, rows, 16))), whole, out, *lists,
-        k, size, total, up, block_m, block_n, rest, stages, early, triton.next_power_of_2(total),
+        k, size, total, up, parts, block_m, block_n, rest, stages, triton.next_power_of_2(total),
         num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return out
