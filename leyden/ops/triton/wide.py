@@ -3,11 +3,15 @@
 A tile of the matrix is the left operand of wgmma, the rows that chose it are the right one. Codes are decoded in the
 registers from which wgmma takes them: each weight once for all the rows of the tile, and nothing of it passes through
 shared memory, as the fragments are those of fragments.py. For that the columns of x stand in the order in which
-decoding leaves those of the matrix: `ordered` brings them there.
+decoding leaves those of the matrix: `ordered` and `gathered` bring them there, and what is made with `up` has it.
 
-A program takes one tile of one matrix and BLOCK_M rows, or half as many where no more are left. Programs that share a
-tile of the matrix run at the same time, so that it is read from memory once.
+A program takes one tile of one matrix and some rows, or fewer where no more are left. Programs that share a tile of the
+matrix run at the same time, so that it is read from memory once. `product` fetches the rows as they are listed. Above
+GATHERED_ROWS for a matrix memory is not what it waits for: `gathered_product` takes rows that lie side by side, and
+they, codes and scales come by the hardware's tile copies (TMA), which want Hopper.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -16,9 +20,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from leyden.formats import Weight
-from leyden.ops.triton import packed
-from leyden.ops.triton.fragments import four
+from leyden.ops.triton import fragments, packed
 from leyden.ops.triton.launch import INTERPRETED, OPTIONS, complete, release, wait
+
+Shape = tuple[int, int, int, int, int]
+
+GATHERED_ROWS = 32  # for a matrix, on average
+# Products in turns, rows of x of each and rows of the matrix in a tile, stages, warps: not measured yet.
+GATHERED: Shape = (1, 128, 128, 4, 4)  # two programs of a multiprocessor decode and multiply in turn
+GATHERED_FEW: Shape = (1, 64, 128, 4, 4)  # up to 64 rows for a matrix
 
 
 @triton.jit
@@ -33,16 +43,28 @@ def _order(x, out, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _gather(x, order, out, rows, x_stride, K: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = x[order[i] // CHOICES], in the order of decoding; four rows"""
+    row, k = tl.program_id(0) * 4 + tl.arange(0, 4), tl.arange(0, BLOCK)
+    wait()
+    release()
+    source = tl.load(order + row, mask=row < rows, other=0).to(tl.int64) // CHOICES
+    inside = (row < rows)[:, None] & (k < K)[None, :]
+    value = tl.load(x + source[:, None] * x_stride + k[None, :], mask=inside, other=0.0)
+    tl.store(out + row.to(tl.int64)[:, None] * K + k[None, :], _swapped(value, 4, BLOCK), mask=inside)
+
+
+@triton.jit
 def _four(words, scales, INDEX: tl.constexpr):
     """-> [..., low bit of the pair's number, high bit]"""
-    pairs = four(words, scales, INDEX)
-    return tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
+    pairs = fragments.four(words, scales, INDEX)
+    return tl.join(tl.join(pairs[0], pairs[1]), tl.join(pairs[2], pairs[3]))
 
 
 @triton.jit
 def _decoded(words, scales):
     """[tiles, 32, 4] words of eight codes, (rows g and g + 8) x (halves of 64 columns), and [tiles, 32] of four scales
-    -> pairs of bfloat16 [tiles, 32, 2, 2, 2, 2]: high and low bit of the pair's number, half, row."""
+    -> pairs of bfloat16 [tiles, 32, 2, 2, 2, 2]: low and high bit of the pair's number, half, row."""
     tiles: tl.constexpr = words.shape[0]
     upper, lower = tl.split(tl.permute(tl.reshape(words, (tiles, 32, 2, 2)), (0, 1, 3, 2)))
     w0, w1 = tl.split(upper)
@@ -57,8 +79,47 @@ def _matrix(pairs):
     tiles: tl.constexpr = pairs.shape[0]
     low = (pairs & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
     both = tl.join(low, (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
-    both = tl.reshape(both, (tiles, 8, 4, 2, 2, 2, 2, 2))  # tile, g, t, high bit, low bit, half, row, e
-    return tl.reshape(tl.permute(both, (0, 6, 1, 5, 3, 4, 2, 7)), (tiles * 16, 64))
+    both = tl.reshape(both, (tiles, 8, 4, 2, 2, 2, 2, 2))  # tile, g, t, low bit, high bit, half, row, e
+    return tl.reshape(tl.permute(both, (0, 6, 1, 5, 4, 3, 2, 7)), (tiles * 16, 64))
+
+
+@triton.jit
+def _swapped(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS], its columns in the order of decoding: of 64 of them the two pairs of bits change places."""
+    split = tl.reshape(tile, (ROWS, COLUMNS // 32, 4, 4, 2))
+    return tl.reshape(tl.permute(split, (0, 1, 3, 2, 4)), (ROWS, COLUMNS))
+
+
+@triton.jit
+def _store(acc, factor, out, order, row, end, first, N, UP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    acc *= factor
+    at, own = row + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
+    inside = at < end
+    if UP:  # rounded as the reference rounds: after the product and after the square
+        acc = tl.maximum(acc.to(out.dtype.element_ty).to(tl.float32), 0.0)
+        made = _swapped(tl.trans((acc * acc).to(out.dtype.element_ty)), BLOCK_M, BLOCK_N)
+        target = at
+    else:
+        made = tl.trans(acc.to(out.dtype.element_ty))
+        target = tl.load(order + at, mask=inside, other=0)
+    tl.store(out + target.to(tl.int64)[:, None] * N + own[None, :], made, mask=inside[:, None] & (own < N)[None, :])
+
+
+@triton.jit
+def _whose(offsets, TILES, ROWS: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """-> (matrix, first and end of its rows, tile of it) for this program, ROWS for each at most; matrix E if there is
+    nothing to do: there are as many programs as there may be tiles."""
+    e = tl.arange(0, BLOCK_E)
+    begins, ends = tl.load(offsets + e, mask=e < E, other=0), tl.load(offsets + e + 1, mask=e < E, other=0)
+    blocks = (ends - begins + ROWS - 1) // ROWS
+    behind = tl.cumsum(blocks, 0) * TILES
+    pid = tl.program_id(0)
+    expert = tl.sum((behind <= pid).to(tl.int32), 0)
+    mine = e == expert
+    row, end = tl.sum(tl.where(mine, begins, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
+    count = tl.maximum(tl.sum(tl.where(mine, blocks, 0), 0), 1)
+    place = pid - tl.sum(tl.where(mine, behind - blocks * TILES, 0), 0)
+    return tl.minimum(expert, E), row + place % count * ROWS, end, place // count
 
 
 @triton.jit
@@ -84,14 +145,7 @@ def _tile(
         if INTERPRETED:  # which multiplies bfloat16 as integers
             w, value = w.to(tl.float32), value.to(tl.float32)
         acc = complete(tl.dot(w, value, acc))
-    acc *= factor
-    if UP:  # rounded as the reference rounds: after the product and after the square
-        acc = tl.maximum(acc.to(out.dtype.element_ty).to(tl.float32), 0.0)
-        acc *= acc
-    n = first + tl.arange(0, BLOCK_N)
-    target = (row + m if UP else listed).to(tl.int64)
-    inside = (row + m < end)[:, None] & (n < N)[None, :]
-    tl.store(out + target[:, None] * N + n[None, :], tl.trans(acc.to(out.dtype.element_ty)), mask=inside)
+    _store(acc, factor, out, order, row, end, first, N, UP, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -101,22 +155,11 @@ def _product(
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """UP reads row order[i] // CHOICES and writes relu^2 to row i; otherwise row i is read and row order[i] written."""
-    tiles = (N + BLOCK_N - 1) // BLOCK_N
-    e = tl.arange(0, BLOCK_E)
     wait()
     release()
-    begins, ends = tl.load(offsets + e, mask=e < E, other=0), tl.load(offsets + e + 1, mask=e < E, other=0)
-    blocks = (ends - begins + BLOCK_M - 1) // BLOCK_M
-    behind = tl.cumsum(blocks, 0) * tiles
-    pid = tl.program_id(0)
-    expert = tl.sum((behind <= pid).to(tl.int32), 0)
-    if expert < E:  # there are as many programs as there may be tiles
-        mine = e == expert
-        row, end = tl.sum(tl.where(mine, begins, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
-        count = tl.sum(tl.where(mine, blocks, 0), 0)
-        place = pid - (tl.sum(tl.where(mine, behind, 0), 0) - count * tiles)
-        row += place % count * BLOCK_M
-        first = place // count * BLOCK_N
+    expert, row, end, tile = _whose(offsets, (N + BLOCK_N - 1) // BLOCK_N, BLOCK_M, E, BLOCK_E)
+    if expert < E:
+        first = tile * BLOCK_N
         codes += expert.to(tl.int64) * (N * K // 8)
         scales += expert.to(tl.int64) * (N * K // 64)
         factor = tl.load(whole + expert) * 128.0
@@ -128,25 +171,6 @@ def _product(
             _tile(
                 x, codes, scales, factor, out, order, row, end, first, N, K, CHOICES, UP, BLOCK_M // 2, BLOCK_N, STAGES
             )  # fmt: skip
-
-
-@triton.jit
-def _swapped(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS], its columns in the order of decoding: of 64 of them the two pairs of bits change places."""
-    split = tl.reshape(tile, (ROWS, COLUMNS // 32, 4, 4, 2))
-    return tl.reshape(tl.permute(split, (0, 1, 3, 2, 4)), (ROWS, COLUMNS))
-
-
-@triton.jit
-def _gather(x, order, out, rows, x_stride, K: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
-    """out[i] = x[order[i] // CHOICES], in the order of decoding; four rows"""
-    row, k = tl.program_id(0) * 4 + tl.arange(0, 4), tl.arange(0, BLOCK)
-    wait()
-    release()
-    source = tl.load(order + row, mask=row < rows, other=0).to(tl.int64) // CHOICES
-    inside = (row < rows)[:, None] & (k < K)[None, :]
-    value = tl.load(x + source[:, None] * x_stride + k[None, :], mask=inside, other=0.0)
-    tl.store(out + row.to(tl.int64)[:, None] * K + k[None, :], _swapped(value, 4, BLOCK), mask=inside)
 
 
 @triton.jit
@@ -166,49 +190,35 @@ def _times(pairs, right, acc):
 
 
 @triton.jit
-def _store(
-    acc, factor, out, order, row, end, first, N, UP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    acc *= factor
-    at, own = row + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
-    inside = at < end
-    if UP:  # rounded as the reference rounds: after the product and after the square
-        acc = tl.maximum(acc.to(out.dtype.element_ty).to(tl.float32), 0.0)
-        made = _swapped(tl.trans((acc * acc).to(out.dtype.element_ty)), BLOCK_M, BLOCK_N)
-        target = at
-    else:
-        made = tl.trans(acc.to(out.dtype.element_ty))
-        target = tl.load(order + at, mask=inside, other=0)
-    tl.store(out + target.to(tl.int64)[:, None] * N + own[None, :], made, mask=inside[:, None] & (own < N)[None, :])
-
-
-@triton.jit
 def _gathered_tile(
     x, codes, scales, factor, out, order, row, end, first, band, N,
     K: tl.constexpr, UP: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Rows `row` to `end` of x, PARTS times BLOCK_M at most, times rows of the matrix: from `first` on, or tiles of the
+    stack from `band` on. Beyond either end others are taken, and left out in the end.
+
+    In two parts the product of the first still runs while the codes of the next columns are decoded; that of the second
+    is waited for. Scales are loaded before codes there, else the compiler takes the pairs through shared memory.
+    """
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     if PARTS == 2:
-        acc_0 = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        pairs = _pairs(codes.load([band, 0]), scales.load([band, 0]))
+        early = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        scale = scales.load([band, 0])
+        pairs = _pairs(codes.load([band, 0]), scale)
         for chunk in tl.range(0, K // 64, num_stages=STAGES):
-            four = scales.load([band, chunk * 16 + 16])
-            words = codes.load([band, chunk * 128 + 128])
-            right_0 = x.load([row, chunk * 64])
-            right = x.load([row + BLOCK_M, chunk * 64])
-            acc_0 = _times(pairs, right_0, acc_0)
-            later = _pairs(words, four)
-            acc = complete(_times(pairs, right, acc))
+            right, other = x.load([row, chunk * 64]), x.load([row + BLOCK_M, chunk * 64])
+            early = _times(pairs, right, early)
+            scale = scales.load([band, chunk * 16 + 16])
+            later = _pairs(codes.load([band, chunk * 128 + 128]), scale)  # in the end zeros
+            acc = complete(_times(pairs, other, acc))
             pairs = later
-        _store(acc_0, factor, out, order, row, end, first, N, UP, BLOCK_M, BLOCK_N)
+        _store(early, factor, out, order, row, end, first, N, UP, BLOCK_M, BLOCK_N)
         row += BLOCK_M
     else:
         for chunk in tl.range(0, K // 64, num_stages=STAGES):
-            words = codes.load([band, chunk * 128])
-            four = scales.load([band, chunk * 16])
-            right = x.load([row, chunk * 64])
-            acc = complete(_times(_pairs(words, four), right, acc))
+            words, scale = codes.load([band, chunk * 128]), scales.load([band, chunk * 16])
+            acc = complete(_times(_pairs(words, scale), x.load([row, chunk * 64]), acc))
     _store(acc, factor, out, order, row, end, first, N, UP, BLOCK_M, BLOCK_N)
 
 
@@ -218,47 +228,35 @@ def _gathered_product(
     K: tl.constexpr, N: tl.constexpr, E: tl.constexpr, UP: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    WHOLE: tl.constexpr = N // BLOCK_N
-    TILES: tl.constexpr = WHOLE + (1 if REST else 0)
-    ROWS: tl.constexpr = BLOCK_M * PARTS
-    e = tl.arange(0, BLOCK_E)
+    """half: x again, in tiles of half as many rows; rest_codes and rest_scales: the matrices again, in tiles of REST
+    rows, the last ones. Row i is read; UP writes relu^2 to row i, otherwise row order[i] is written."""
+    TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     wait()
     release()
-    begins, ends = tl.load(offsets + e, mask=e < E, other=0), tl.load(offsets + e + 1, mask=e < E, other=0)
-    blocks = (ends - begins + ROWS - 1) // ROWS
-    behind = tl.cumsum(blocks, 0) * TILES
-    pid = tl.program_id(0)
-    expert = tl.sum((behind <= pid).to(tl.int32), 0)
-    if expert < E:  # there are as many programs as there may be tiles
-        mine = e == expert
-        row, end = tl.sum(tl.where(mine, begins, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
-        count = tl.sum(tl.where(mine, blocks, 0), 0)
-        place = pid - (tl.sum(tl.where(mine, behind, 0), 0) - count * TILES)
-        row += place % count * ROWS
-        column = place // count
-        first = column * BLOCK_N
+    expert, row, end, tile = _whose(offsets, TILES, PARTS * BLOCK_M, E, BLOCK_E)
+    if expert < E:
+        first = tile * BLOCK_N
         band = (expert * N + first) // 16
         factor = tl.load(whole + expert) * 128.0
-        if column < WHOLE:
-            if PARTS == 2 and end - row > BLOCK_M:
-                _gathered_tile(
-                    x, codes, scales, factor, out, order, row, end, first, band, N,
-                    K, UP, PARTS, BLOCK_M, BLOCK_N, STAGES,
-                )  # fmt: skip
-            elif end - row > BLOCK_M // 2:
-                _gathered_tile(
-                    x, codes, scales, factor, out, order, row, end, first, band, N,
-                    K, UP, 1, BLOCK_M, BLOCK_N, STAGES,
-                )  # fmt: skip
-            else:
-                _gathered_tile(
-                    half, codes, scales, factor, out, order, row, end, first, band, N,
-                    K, UP, 1, BLOCK_M // 2, BLOCK_N, STAGES,
-                )  # fmt: skip
-        elif REST:
+        if REST and tile == TILES - 1:
             _gathered_tile(
                 x, rest_codes, rest_scales, factor, out, order, row, end, first, band, N,
                 K, UP, PARTS, BLOCK_M, REST, STAGES,
+            )  # fmt: skip
+        elif PARTS == 2 and end - row > BLOCK_M:
+            _gathered_tile(
+                x, codes, scales, factor, out, order, row, end, first, band, N,
+                K, UP, PARTS, BLOCK_M, BLOCK_N, STAGES,
+            )  # fmt: skip
+        elif end - row > BLOCK_M // 2:
+            _gathered_tile(
+                x, codes, scales, factor, out, order, row, end, first, band, N,
+                K, UP, 1, BLOCK_M, BLOCK_N, STAGES,
+            )  # fmt: skip
+        else:
+            _gathered_tile(
+                half, codes, scales, factor, out, order, row, end, first, band, N,
+                K, UP, 1, BLOCK_M // 2, BLOCK_N, STAGES,
             )  # fmt: skip
 
 
@@ -270,6 +268,15 @@ def ordered(x: Tensor) -> Tensor:
     return out
 
 
+def gathered(x: Tensor, order: Tensor, choices: int) -> Tensor:
+    """x [T, K], order int32 [P] -> x[order // choices] [P, K], its columns in the order of decoding."""
+    x, rows, k = packed.aligned(x), len(order), x.shape[1]
+    out = torch.empty(rows, k, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(k)
+    _gather[(triton.cdiv(rows, 4),)](x, order, out, rows, x.stride(0), k, choices, block, num_warps=8, **OPTIONS)
+    return out
+
+
 def product(
     x: Tensor,
     weight: Weight,
@@ -277,14 +284,15 @@ def product(
     up: bool,
     choices: int,
     lists: tuple[Tensor, Tensor],
-    shape: tuple[int, int, int, int] | None = None,
+    shape: tuple[int, int, int, int] = (32, 64, 5, 4),
 ) -> None:
-    """x, bfloat16 and ordered(), times `weight` [E, N, K] by the `lists` of moe.listed(): with `up` x [T, K] to rows of
-    `out` [P, N] in the lists' order, relu^2; otherwise x [P, K] in that order to rows of each choice. shape: rows of x
-    and of the matrix in a tile, stages, warps."""
+    """x, bfloat16 and ordered, times `weight` [E, N, K] by the `lists` of moe.listed(): with `up` x [T, K] to rows of
+    `out` [P, N] in the lists' order, relu^2, ordered (N in whole 64s); otherwise x [P, K] in that order to rows of each
+    choice. shape: rows of x and of the matrix in a tile, stages, warps."""
     (total, size, k), pairs = weight.shape, len(out)
+    assert not up or size % 64 == 0
     codes, scales, whole = packed.stored(weight)
-    block_m, block_n, stages, warps = shape or ((32, 64, 5, 4) if pairs <= 32 * total else (128, 128, 4, 8))
+    block_m, block_n, stages, warps = shape
     blocks = pairs // block_m + total
     _product[(blocks * triton.cdiv(size, block_n),)](
         x, codes, scales, whole, out, *lists, size, k, total, choices, up, block_m, block_n, stages,
@@ -292,35 +300,27 @@ def product(
     )  # fmt: skip
 
 
-def gathered(x: Tensor, order: Tensor, choices: int) -> Tensor:
-    """x [T, K], order int32 [P] -> x[order // choices] [P, K], its columns in the order of decoding."""
-    rows, k = len(order), x.shape[1]
-    out = torch.empty(rows, k, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(k)
-    _gather[(triton.cdiv(rows, 4),)](x, order, out, rows, x.stride(0), k, choices, block, num_warps=8, **OPTIONS)
-    return out
-
-
 def gathered_product(
-    x: Tensor, weight: Weight, up: bool, lists: tuple[Tensor, Tensor], shape: tuple[int, int, int, int, int]
-) -> Tensor:
-    (total, size, k), pairs = weight.shape, len(x)
+    x: Tensor, weight: Weight, out: Tensor, up: bool, lists: tuple[Tensor, Tensor], shape: Shape | None = None
+) -> None:
+    """As product(), but x [P, K] are gathered() rows with `up`, too. shape: see GATHERED."""
+    (total, size, k), pairs = weight.shape, len(out)
+    assert not up or size % 64 == 0
     codes, scales, whole = packed.stored(weight)
     assert scales is not None
-    parts, block_m, block_n, stages, warps = shape
-    rest = max(16 * warps, triton.next_power_of_2(size % block_n)) if size % block_n else 0
-    rows = parts * block_m
-    out = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
-    codes, scales = codes.view(total * size // 16, k * 2), scales.view(total * size // 16, k // 4)
+    parts, block_m, block_n, stages, warps = shape or (GATHERED if pairs > 64 * total else GATHERED_FEW)
+    assert block_n % (16 * warps) == 0
+    rest = max(16 * warps, triton.next_power_of_2(size % block_n)) % block_n if size % block_n else 0
+    words, four = codes.view(total * size // 16, k * 2), scales.view(total * size // 16, k // 4)
 
-    def tiled(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    def tiled(tensor: Tensor, rows: int, columns: int) -> Any:
         return TensorDescriptor.from_tensor(tensor, [rows, columns])
 
-    bands = block_n // 16, max(1, rest // 16)
-    _gathered_product[((pairs // rows + total) * triton.cdiv(size, block_n),)](
-        tiled(x, block_m, 64), tiled(x, block_m // 2, 64),
-        *(tiled(*part) for rows in bands for part in ((codes, rows, 128), (scales, rows, 16))), whole, out, *lists,
-        k, size, total, up, parts, block_m, block_n, rest, stages, triton.next_power_of_2(total),
+    def of_matrix(rows: int) -> tuple[Any, Any]:
+        return tiled(words, rows // 16, 128), tiled(four, rows // 16, 16)
+
+    _gathered_product[((pairs // (parts * block_m) + total) * triton.cdiv(size, block_n),)](
+        tiled(x, block_m, 64), tiled(x, block_m // 2, 64), *of_matrix(block_n), *of_matrix(rest or block_n), whole,
+        out, *lists, k, size, total, up, parts, block_m, block_n, rest, stages, triton.next_power_of_2(total),
         num_warps=warps, **OPTIONS,
     )  # fmt: skip
-    return out
