@@ -224,26 +224,20 @@ def _gathered_tile(
 
 @triton.jit
 def _gathered_product(
-    x, half, codes, scales, rest_codes, rest_scales, whole, out, order, offsets,
-    K: tl.constexpr, N: tl.constexpr, E: tl.constexpr, UP: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, BLOCK_E: tl.constexpr,
+    x, half, codes, scales, whole, out, order, offsets, N,
+    K: tl.constexpr, E: tl.constexpr, UP: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """half: x again, in tiles of half as many rows; rest_codes and rest_scales: the matrices again, in tiles of REST
-    rows, the last ones. Row i is read; UP writes relu^2 to row i, otherwise row order[i] is written."""
-    TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    """half: x again, in tiles of half as many rows. Row i is read; UP writes relu^2 to row i, otherwise row order[i] is
+    written."""
     wait()
     release()
-    expert, row, end, tile = _whose(offsets, TILES, PARTS * BLOCK_M, E, BLOCK_E)
+    expert, row, end, tile = _whose(offsets, (N + BLOCK_N - 1) // BLOCK_N, PARTS * BLOCK_M, E, BLOCK_E)
     if expert < E:
         first = tile * BLOCK_N
         band = (expert * N + first) // 16
         factor = tl.load(whole + expert) * 128.0
-        if REST and tile == TILES - 1:
-            _gathered_tile(
-                x, rest_codes, rest_scales, factor, out, order, row, end, first, band, N,
-                K, UP, PARTS, BLOCK_M, REST, STAGES,
-            )  # fmt: skip
-        elif PARTS == 2 and end - row > BLOCK_M:
+        if PARTS == 2 and end - row > BLOCK_M:
             _gathered_tile(
                 x, codes, scales, factor, out, order, row, end, first, band, N,
                 K, UP, PARTS, BLOCK_M, BLOCK_N, STAGES,
@@ -309,18 +303,15 @@ def gathered_product(
     codes, scales, whole = packed.stored(weight)
     assert scales is not None
     parts, block_m, block_n, stages, warps = shape or (GATHERED if pairs > 64 * total else GATHERED_FEW)
-    assert block_n % (16 * warps) == 0
-    rest = max(16 * warps, triton.next_power_of_2(size % block_n)) % block_n if size % block_n else 0
-    words, four = codes.view(total * size // 16, k * 2), scales.view(total * size // 16, k // 4)
+    assert block_n % 128 == 0  # eight tiles of 16: a copy of fewer lies differently in shared memory
+    bands = total * size // 16
 
     def tiled(tensor: Tensor, rows: int, columns: int) -> Any:
         return TensorDescriptor.from_tensor(tensor, [rows, columns])
 
-    def of_matrix(rows: int) -> tuple[Any, Any]:
-        return tiled(words, rows // 16, 128), tiled(four, rows // 16, 16)
-
     _gathered_product[((pairs // (parts * block_m) + total) * triton.cdiv(size, block_n),)](
-        tiled(x, block_m, 64), tiled(x, block_m // 2, 64), *of_matrix(block_n), *of_matrix(rest or block_n), whole,
-        out, *lists, k, size, total, up, parts, block_m, block_n, rest, stages, triton.next_power_of_2(total),
+        tiled(x, block_m, 64), tiled(x, block_m // 2, 64),
+        tiled(codes.view(bands, k * 2), block_n // 16, 128), tiled(scales.view(bands, k // 4), block_n // 16, 16),
+        whole, out, *lists, size, k, total, up, parts, block_m, block_n, stages, triton.next_power_of_2(total),
         num_warps=warps, **OPTIONS,
     )  # fmt: skip
