@@ -78,7 +78,7 @@ GATHERED: Sequence[codes.Shape] = (  # the chosen ones first
     codes.GATHERED, codes.GATHERED_FEW, (1, 128, 128, 4, 8), (2, 128, 128, 4, 8), (2, 64, 128, 4, 4),
     (1, 256, 128, 4, 8), (2, 64, 128, 4, 8),
 )  # fmt: skip
-LISTED = 128, 128, 4, 8  # rows of x and of the matrix, stages, warps of such products until then
+LISTED = (128, 128, 4, 8), (32, 64, 5, 4)  # rows of x and of the matrix, stages, warps: of rows that are fetched
 FOUR_BITS = {1: 1000, 8: 3000, 32: 5800, 64: 9300, 128: 15500, 256: 25000}  # tok/s, the bars in the release's formats
 VLLM = {1: 297, 8: 1144, 32: 2378, 64: 3702, 128: 6288}  # tok/s, the peer's BF16 row
 READ = 4.46e12  # bytes/s
@@ -1328,8 +1328,9 @@ def time_wide_prompt(tokens: int, layers: Sequence[Any], dense: Sequence[Tensor]
     for shape in GATHERED:
         rated(f"gathered {shape}", [partial(codes.gathered_product, rows, m, hidden, True, lists, shape) for m in ups],
               [partial(codes.gathered_product, h, m, done, False, lists, shape) for m in downs])  # fmt: skip
-    rated(f"listed {LISTED}", [partial(codes.product, x, m, hidden, True, CHOICES, lists, LISTED) for m in ups],
-          [partial(codes.product, h, m, done, False, CHOICES, lists, LISTED) for m in downs])  # fmt: skip
+    for few in LISTED:
+        rated(f"listed {few}", [partial(codes.product, x, m, hidden, True, CHOICES, lists, few) for m in ups],
+              [partial(codes.product, h, m, done, False, CHOICES, lists, few) for m in downs])  # fmt: skip
     rated("16 bits", [partial(grouped.product, rows, dense[0], order, offsets, True)] * len(ups),
           [partial(grouped.product, h, dense[1], order, offsets, False)] * len(ups))  # fmt: skip
     kept = nvfp4.DENSE_ROWS
@@ -1356,7 +1357,7 @@ def time_wide() -> None:
     say(f"  {VERDICTS.count(True)} checks passed, {VERDICTS.count(False)} failed so far")
     assert all([arrange(w) for m in layers for w in (m.experts.up_proj, m.experts.down_proj)])
     dense = [nvfp4.decoded(weight) for weight in (layers[0].experts.up_proj, layers[0].experts.down_proj)]
-    for tokens in (8192, 2048, 32768):
+    for tokens in (8192, 2048, 32768, 1024):
         torch.cuda.empty_cache()
         tried(f"prompt of {tokens}", partial(time_wide_prompt, tokens, layers[: 4 if tokens < 10000 else 1], dense))
     each("a stack decoded", [partial(nvfp4.decoded, m.experts.up_proj) for m in layers],
