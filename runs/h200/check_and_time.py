@@ -935,7 +935,7 @@ def time_mamba() -> None:
                 each(f"mamba_step M={count} {str(dtype)[6:]} {shape} {fused}", runs, size)
             recent = randn(23, count + 1, 15, recent_width(CONFIG))
             began, apart = torch.zeros(count + 1, device="cuda").int(), rows([1000 + i % 16 for i in range(count)])
-            streams = (None, (64, 4, 4, 128), (64, 3, 4, 96), (64, 3, 8, 64), (32, 4, 4, 128), (32, 6, 4, 96))
+            streams = (None, *((heads, 64, stages, 4, 128) for heads in (1, 2, 4, 8) for stages in (3, 4)))
             for one in streams if count > 8 else (None,):
                 runs = [
                     partial(
