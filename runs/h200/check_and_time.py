@@ -944,7 +944,8 @@ def time_mamba() -> None:
                 each(f"mamba_step M={count} {str(dtype)[6:]} {shape} {fused}", runs, size)
             recent = randn(23, count + 1, 15, recent_width(CONFIG))
             began, apart = torch.zeros(count + 1, device="cuda").int(), rows([1000 + i % 16 for i in range(count)])
-            for one in (None, *((halves if dtype == torch.float16 else singles) if count > 8 else ())):
+            streams = (None, *((heads, 64, stages, 4, 128) for heads in (1, 2, 4, 8) for stages in (3, 4)))
+            for one in streams if count > 8 else (None,):
                 runs = [
                     partial(
                         ssm.mamba_lazy_step, p, m.conv1d.weight[:, 0], m.conv1d.bias, m.A_log, m.D, m.dt_bias,

@@ -459,12 +459,12 @@ def product(
 
 def chosen(rows: float, size: int, k: int, matrices: int, bits: int) -> Shape:
     """For `rows` of x for each of `matrices` [size, k] that are read: enough warps for every multiprocessor, and two
-    tiles for each, which share the rows of x, where registers allow it and issuing instructions is what takes time.
-    Programs that are all there at once need not be as many as those that take turns."""
+    tiles for each, which share the rows of x, where issuing instructions is what takes time. Programs that are all
+    there at once need not be as many as those that take turns."""
     groups = min(4, -(-int(rows) // 8))
     work = size / 16 * matrices * max(1, rows / (8 * groups))
-    depth = DEPTH if groups == 1 else 1
-    for tiles in (2, 1) if bits == 4 and rows > 4 else (1,):
+    depth = max(1, DEPTH + 1 - groups)  # registers hold no more
+    for tiles in (2, 1) if bits == 4 and groups > 1 else (1,):
         for split in (1, 2, 4, 8):
             warps = work / tiles * split
             if split * 128 <= k and (WARPS <= warps <= 2.3 * WARPS or warps >= 3.3 * WARPS):
