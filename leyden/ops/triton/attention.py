@@ -10,11 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from leyden.ops.rows import Rows
-from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
+from leyden.ops.triton.launch import INTERPRETED, MULTIPROCESSORS, OPTIONS, PDL, ahead, prefetch, release, wait
 
 _LOG2E = 1.4426950408889634
 _FEW = 8  # tokens of a row whose queries are one tile
-SPLITS = 32  # programs that share the keys of a row, at most
+SPLITS = 64  # programs that share the keys of a row, at most
+CUTS = (64, 5, 4), (64, 5, 8)  # keys of a tile, stages, warps: of up to 64 queries and of more
+_CELLS = 1 << 22
+_cells: dict[torch.device, Tensor] = {}
 
 
 @triton.jit
@@ -95,18 +98,33 @@ def _attend(
 
 
 @triton.jit
+def _loaded(x):
+    """x, by an instruction without instructions. Triton puts what it has loaded into shared memory at once, which waits
+    for it; loads that stand before this are on their way together."""
+    if not INTERPRETED:
+        if x.dtype.primitive_bitwidth == 32:
+            x = tl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=1)
+        elif x.dtype.primitive_bitwidth == 16:
+            x = tl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
+        else:
+            x = tl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=4)
+    return x
+
+
+@triton.jit
 def _decode(
-    q, cache, starts, past, pages, out, part_acc, part_most, part_total, arrived,
-    q_stride, half, pages_stride, scale, v_scale,
+    q, cache, starts, past, pages, out, cells, q_stride, half, pages_stride, scale, v_scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
-    STAGES: tl.constexpr,
+    JOINED: tl.constexpr, COPIES: tl.constexpr, ASKED: tl.constexpr, THREADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows of up to TOKENS tokens, whose queries are one tile. SPLITS programs share the keys of a row; the last one
-    joins their parts, in their order."""
+    """Rows of up to TOKENS tokens, whose queries are one tile. SPLITS programs share the keys of a row, then its
+    queries: each joins the parts that all of them have left of some, in the order of the keys.
+
+    ASKED: pages of keys, and of values, that a row's programs for one split ask for before they wait."""
     SHARE: tl.constexpr = HEADS // KV
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    m, d, s = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     before = tl.load(past + row)
     first, count = row, 1
     if TOKENS > 1:
@@ -115,50 +133,100 @@ def _decode(
     token, query = m // SHARE, head * SHARE + m % SHARE
     in_q = (token < count)[:, None] & (d < D)[None, :]
     length = before + count
-    each = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_S) * BLOCK_S
+    each = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), 16) * 16, BLOCK_S)
     active = tl.cdiv(length, each)
+    begin, end = split * each, tl.minimum(length, (split + 1) * each)
+    table = pages + row * pages_stride
+    at = begin + s
+    page = tl.load(table + at // PAGE, mask=at < end, other=0).to(tl.int64)
+    keys = cache + ((page * (PAGE * KV * D))[:, None] + ((at % PAGE * KV + head)[:, None] * D + d[None, :]))
+    old, in_d = tl.minimum(before, end), (d < D)[None, :]
+    key = tl.load(keys, mask=(at < old)[:, None] & in_d, other=0.0)
+    value = tl.load(keys + half, mask=(at < old)[:, None] & in_d, other=0.0)
+    if ASKED:
+        i = tl.arange(0, THREADS)
+        at_page = begin // PAGE + 1 + i // 2
+        asks = (i < 2 * ASKED) & (i % KV == head) & (at_page * PAGE < end)
+        asked = tl.load(table + at_page, mask=asks, other=0).to(tl.int64)
+        size: tl.constexpr = PAGE * KV * D
+        prefetch(cache + i % 2 * half + asked * size, size * cache.dtype.element_ty.primitive_bitwidth // 8, asks)
     wait()
     release()
     if split < active:
         tile = tl.load(q + (first + token)[:, None] * q_stride + query[:, None] * D + d[None, :], mask=in_q, other=0.0)
+        new = ((at >= before) & (at < end))[:, None] & in_d
+        key, value = tl.load(keys, mask=new, other=key), tl.load(keys + half, mask=new, other=value)
+        tile, key, value = _loaded(tile), _loaded(key), _loaded(value)
         acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        end = tl.minimum(length, (split + 1) * each)
-        acc, most, total = _attend(
-            tile, acc, most, total, cache, pages + row * pages_stride, half, split * each, end, token * 0 - 1,
-            before + token, scale, KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, True,
-        )  # fmt: skip
+        limit = before + token
+        visible = (at[None, :] <= limit[:, None]) & (at < end)[None, :]
+        acc, most, total = _more(tile, acc, most, total, key, value, visible, scale, True)
+        if begin + BLOCK_S < end:
+            acc, most, total = _attend(
+                tile, acc, most, total, cache, table, half, begin + BLOCK_S, end, token * 0 - 1, limit, scale,
+                KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, True,
+            )  # fmt: skip
         if active > 1:
-            base = (row * KV + head) * SPLITS
-            cell = m[:, None] * BLOCK_D + d[None, :]
-            tl.store(part_acc + (base + split) * (BLOCK_M * BLOCK_D) + cell, acc)
-            tl.store(part_most + (base + split) * BLOCK_M + m, most)
-            tl.store(part_total + (base + split) * BLOCK_M + m, total)
-            if arrive(arrived + row * KV + head, active):
-                # the weights of all parts first: then nothing but a sum waits for a part
-                part = tl.arange(0, BLOCK_P)
-                of = (base + part)[:, None] * BLOCK_M + m[None, :]
-                here = (part < active)[:, None]
-                mosts = tl.load(part_most + of, mask=here, other=float("-inf"), cache_modifier=".cg")
-                totals = tl.load(part_total + of, mask=here, other=0.0, cache_modifier=".cg")
-                most = tl.max(mosts, 0)
-                total = tl.sum(tl.exp2((mosts - most[None, :]) * scale) * totals, 0)
-                acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-                for i in tl.range(0, active, loop_unroll_factor=4 if BLOCK_M == 16 else 1):
-                    added = tl.load(part_acc + (base + i) * (BLOCK_M * BLOCK_D) + cell, cache_modifier=".cg")
-                    own = tl.load(part_most + (base + i) * BLOCK_M + m, cache_modifier=".cg")
-                    acc += added * tl.exp2((own - most) * scale)[:, None]
-                _write(acc * v_scale, total, out, first + token, query, d, in_q, HEADS, D)
+            base = cells + (row * KV + head) * SPLITS * (BLOCK_M * (BLOCK_D + COPIES))
+            # a query of several may have seen none of a program's keys
+            seen, sent = total > 0, m < count * SHARE
+            mass = tl.where(seen, total, 1.0)
+            lse = tl.where(seen, most * scale + tl.log2(mass), float("-inf"))
+            copied = tl.broadcast_to(lse[:, None], (BLOCK_M, COPIES))
+            own, copy = split * BLOCK_M + m[:, None], SPLITS * (BLOCK_M * BLOCK_D) + tl.arange(0, COPIES)
+            _send(base + (own * BLOCK_D + d[None, :]), acc / mass[:, None], sent[:, None])
+            _send(base + (own * COPIES + copy[None, :]), copied, sent[:, None])
+            start, step = split * JOINED, active * JOINED
+            if INTERPRETED:  # one program after the other: the last one finds everything
+                start, step = tl.where(split < active - 1, BLOCK_M, 0), JOINED
+            while start < count * SHARE:
+                _join(
+                    base, out, start, active, count, first, head, v_scale,
+                    HEADS, KV, D, SPLITS, BLOCK_M, BLOCK_D, BLOCK_P, JOINED, COPIES,
+                )  # fmt: skip
+                start += step
         else:
-            _write(acc * v_scale, total, out, first + token, query, d, in_q, HEADS, D)
+            cell = (first + token)[:, None] * (HEADS * D) + query[:, None] * D + d[None, :]
+            tl.store(out + cell, (acc * (v_scale / total)[:, None]).to(out.dtype.element_ty), mask=in_q)
 
 
 @triton.jit
-def _write(acc, total, out, index, query, d, in_q, HEADS: tl.constexpr, D: tl.constexpr):
-    value = acc / total[:, None]
-    cell = index[:, None] * (HEADS * D) + query[:, None] * D + d[None, :]
-    tl.store(out + cell, value.to(out.dtype.element_ty), mask=in_q)
+def _send(cells, value, mask):
+    value = tl.where(value == value, value, float("nan"))  # this one is not EMPTY
+    tl.store(cells, value.to(tl.int32, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _join(
+    base, out, start, active, count, first, head, v_scale,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, JOINED: tl.constexpr, COPIES: tl.constexpr,
+):  # fmt: skip
+    """Waits for the parts of JOINED queries, adds them up and leaves their cells empty."""
+    SHARE: tl.constexpr = HEADS // KV
+    EMPTY: tl.constexpr = -1
+    p, m = tl.arange(0, BLOCK_P), start + tl.arange(0, JOINED)
+    d, copy = tl.arange(0, BLOCK_D), SPLITS * (BLOCK_M * BLOCK_D) + tl.arange(0, COPIES)
+    part, wanted = (p[:, None] * BLOCK_M + m[None, :])[:, :, None], (p < active)[:, None] & (m < count * SHARE)[None, :]
+    values, in_values = base + (part * BLOCK_D + d[None, None, :]), wanted[:, :, None] & (d >= 0)[None, None, :]
+    sums, in_sums = base + (part * COPIES + copy[None, None, :]), wanted[:, :, None] & (copy >= 0)[None, None, :]
+    lse = tl.load(sums, mask=in_sums, other=0, volatile=True)
+    value = tl.load(values, mask=in_values, other=0, volatile=True)
+    while tl.max((value == EMPTY).to(tl.int32), None) + tl.max((lse == EMPTY).to(tl.int32), None) > 0:
+        lse = tl.load(sums, mask=in_sums, other=0, volatile=True)
+        value = tl.load(values, mask=in_values, other=0, volatile=True)
+    tl.store(values, tl.full((BLOCK_P, JOINED, BLOCK_D), EMPTY, dtype=tl.int32), mask=in_values)
+    tl.store(sums, tl.full((BLOCK_P, JOINED, COPIES), EMPTY, dtype=tl.int32), mask=in_sums)
+    size = tl.max(lse.to(tl.float32, bitcast=True), 2)  # copies are equal
+    size = tl.where((p < active)[:, None], size, float("-inf"))
+    weight = tl.exp2(size - tl.max(size, 0)[None, :])
+    weight = weight / tl.sum(weight, 0)[None, :]
+    value = tl.sum(value.to(tl.float32, bitcast=True) * weight[:, :, None], 0) * v_scale
+    cell = (first + m // SHARE)[:, None] * (HEADS * D) + (head * SHARE + m % SHARE)[:, None] * D + d[None, :]
+    inside = (m < count * SHARE)[:, None] & (d < D)[None, :]
+    tl.store(out + cell, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -282,19 +350,35 @@ def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scal
             heads, kv, dim, page, queries, block_m, block_d, 64, 3, num_warps=8, **OPTIONS,
         )  # fmt: skip
         return out
-    block_m, block_s = max(16, triton.next_power_of_2(longest * share)), 64
+    block_m = max(16, triton.next_power_of_2(longest * share))
+    block_s, stages, warps = CUTS[block_m > 64]
+    threads, size = 32 * warps, page * kv * dim * cache.dtype.itemsize  # bytes of a page of keys
     reach = triton.cdiv(rows.pages.shape[1] * page, block_s)  # tiles of keys that a row can have at most
-    splits = max(1, min(SPLITS, reach, triton.cdiv(264, number * kv)))
-    parts = number * kv * splits
-    part_acc = torch.empty(parts, block_m, block_d, dtype=torch.float32, device=q.device)
-    part_most, part_total = torch.empty(2, parts, block_m, dtype=torch.float32, device=q.device)
+    splits = max(1, min(SPLITS, reach, _together(q.device, block_m, block_d) // (number * kv)))
+    # so many parts and copies that no thread loads what another one loads, too
+    block_p = max(triton.next_power_of_2(splits), threads // block_d)
+    joined = max(1, min(64 * threads // (block_p * block_d), triton.next_power_of_2(triton.cdiv(block_m, splits))))
+    copies = max(1, threads // (block_p * joined))
+    asked = min(threads // 2, ahead(threads * size, number * kv * splits, warps) * kv // (2 * size)) if PDL.value else 0
+    if q.device not in _cells:
+        _cells[q.device] = torch.full((_CELLS,), -1, dtype=torch.int32, device=q.device)
     _decode[(splits, kv, number)](
-        q, cache, rows.starts, rows.past, rows.pages, out, part_acc, part_most, part_total,
-        counters(q.device, number * kv), q.stride(0), cache.stride(0), rows.pages.stride(0), scale, v_scale,
-        heads, kv, dim, page, longest, splits, block_m, block_d, block_s, triton.next_power_of_2(splits), 3,
-        num_warps=4 if block_m <= 64 else 8, **OPTIONS,
+        q, cache, rows.starts, rows.past, rows.pages, out, _cells[q.device],
+        q.stride(0), cache.stride(0), rows.pages.stride(0), scale, v_scale,
+        heads, kv, dim, page, longest, splits, block_m, block_d, block_s, block_p, joined, copies, asked, threads,
+        stages, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return out
+
+
+def _together(device: torch.device, block_m: int, block_d: int) -> int:
+    """Programs of _decode that have cells, and are on the device at the same time for sure."""
+    programs = 2 * MULTIPROCESSORS
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        two = block_m == 16 and found.shared_memory_per_multiprocessor >= 228 << 10
+        programs = found.multi_processor_count * (1 + two)
+    return min(programs, _CELLS // (block_m * 2 * block_d))
 
 
 def block_attention(
