@@ -15,7 +15,8 @@ from leyden.ops.triton.launch import INTERPRETED, MULTIPROCESSORS, OPTIONS, PDL,
 _LOG2E = 1.4426950408889634
 _FEW = 8  # tokens of a row whose queries are one tile
 SPLITS = 64  # programs that share the keys of a row, at most
-CUTS = (64, 5, 4), (64, 5, 8)  # keys of a tile, stages, warps: of up to 64 queries and of more
+CUT = 64, 5, 4  # keys of a tile, stages (two for a tile that is on its way: its pages come first) and warps of _decode
+_EMPTY = tl.constexpr(-1)  # bits of a number that no kernel writes into a cell
 _CELLS = 1 << 22
 _cells: dict[torch.device, Tensor] = {}
 
@@ -99,15 +100,11 @@ def _attend(
 
 @triton.jit
 def _loaded(x):
-    """x, by an instruction without instructions. Triton puts what it has loaded into shared memory at once, which waits
-    for it; loads that stand before this are on their way together."""
+    """x, by an instruction without instructions. Triton puts an operand into shared memory as soon as it is loaded, and
+    asks for what comes next only then; loads before this are on their way together."""
     if not INTERPRETED:
-        if x.dtype.primitive_bitwidth == 32:
-            x = tl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=1)
-        elif x.dtype.primitive_bitwidth == 16:
-            x = tl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
-        else:
-            x = tl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=4)
+        PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+        x = tl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=PACK)
     return x
 
 
@@ -118,10 +115,18 @@ def _decode(
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
     JOINED: tl.constexpr, COPIES: tl.constexpr, ASKED: tl.constexpr, THREADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows of up to TOKENS tokens, whose queries are one tile. SPLITS programs share the keys of a row, then its
-    queries: each joins the parts that all of them have left of some, in the order of the keys.
+    """Rows of up to TOKENS tokens, whose queries are one tile. SPLITS programs share the keys of a row; then they share
+    its queries, and each joins the parts that all of them have left of some, in the order of the keys.
 
-    ASKED: pages of keys, and of values, that a row's programs for one split ask for before they wait."""
+    Parts go through `cells`, which are _EMPTY but for those with a number that was written and not yet read. A cell has
+    one writer, and one reader, which looks at it until a number is there and empties it: neither has to know what other
+    cells hold, so nothing needs an order, and numbers travel as fast as memory lets them. It takes that all programs of
+    a row run at the same time. The launch has no more of them than the device holds (_together). Kernels before this
+    one may hold multiprocessors; they end without it. Kernels after it may not: they begin when every program of this
+    one has called release(), which is when all are there.
+
+    Before it waits a program reads the keys and values that are older than this step, and asks for what it will read
+    later of up to ASKED pages of a row's share."""
     SHARE: tl.constexpr = HEADS // KV
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     m, d, s = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
@@ -131,25 +136,23 @@ def _decode(
         first = tl.load(starts + row).to(tl.int64)
         count = tl.load(starts + row + 1) - first.to(tl.int32)
     token, query = m // SHARE, head * SHARE + m % SHARE
-    in_q = (token < count)[:, None] & (d < D)[None, :]
+    in_q, in_d = (token < count)[:, None] & (d < D)[None, :], (d < D)[None, :]
     length = before + count
     each = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), 16) * 16, BLOCK_S)
     active = tl.cdiv(length, each)
     begin, end = split * each, tl.minimum(length, (split + 1) * each)
-    table = pages + row * pages_stride
-    at = begin + s
+    table, at = pages + row * pages_stride, begin + s
     page = tl.load(table + at // PAGE, mask=at < end, other=0).to(tl.int64)
     keys = cache + ((page * (PAGE * KV * D))[:, None] + ((at % PAGE * KV + head)[:, None] * D + d[None, :]))
-    old, in_d = tl.minimum(before, end), (d < D)[None, :]
-    key = tl.load(keys, mask=(at < old)[:, None] & in_d, other=0.0)
-    value = tl.load(keys + half, mask=(at < old)[:, None] & in_d, other=0.0)
+    old = (at < tl.minimum(before, end))[:, None] & in_d
+    key, value = tl.load(keys, mask=old, other=0.0), tl.load(keys + half, mask=old, other=0.0)
     if ASKED:
         i = tl.arange(0, THREADS)
-        at_page = begin // PAGE + 1 + i // 2
-        asks = (i < 2 * ASKED) & (i % KV == head) & (at_page * PAGE < end)
-        asked = tl.load(table + at_page, mask=asks, other=0).to(tl.int64)
+        later = (begin + BLOCK_S) // PAGE + i // 2
+        asks = (i < 2 * ASKED) & (i % KV == head) & (later * PAGE < end)
         size: tl.constexpr = PAGE * KV * D
-        prefetch(cache + i % 2 * half + asked * size, size * cache.dtype.element_ty.primitive_bitwidth // 8, asks)
+        asked = cache + i % 2 * half + tl.load(table + later, mask=asks, other=0).to(tl.int64) * size
+        prefetch(asked, size * cache.dtype.element_ty.primitive_bitwidth // 8, asks)
     wait()
     release()
     if split < active:
@@ -170,16 +173,15 @@ def _decode(
             )  # fmt: skip
         if active > 1:
             base = cells + (row * KV + head) * SPLITS * (BLOCK_M * (BLOCK_D + COPIES))
-            # a query of several may have seen none of a program's keys
-            seen, sent = total > 0, m < count * SHARE
+            # of several queries some may have seen none of a program's keys
+            seen, sent = total > 0, (m < count * SHARE)[:, None]
             mass = tl.where(seen, total, 1.0)
             lse = tl.where(seen, most * scale + tl.log2(mass), float("-inf"))
-            copied = tl.broadcast_to(lse[:, None], (BLOCK_M, COPIES))
             own, copy = split * BLOCK_M + m[:, None], SPLITS * (BLOCK_M * BLOCK_D) + tl.arange(0, COPIES)
-            _send(base + (own * BLOCK_D + d[None, :]), acc / mass[:, None], sent[:, None])
-            _send(base + (own * COPIES + copy[None, :]), copied, sent[:, None])
+            _send(base + (own * BLOCK_D + d[None, :]), acc / mass[:, None], sent)
+            _send(base + (own * COPIES + copy[None, :]), tl.broadcast_to(lse[:, None], (BLOCK_M, COPIES)), sent)
             start, step = split * JOINED, active * JOINED
-            if INTERPRETED:  # one program after the other: the last one finds everything
+            if INTERPRETED:  # one program after the other: the last of a row finds everything
                 start, step = tl.where(split < active - 1, BLOCK_M, 0), JOINED
             while start < count * SHARE:
                 _join(
@@ -194,7 +196,7 @@ def _decode(
 
 @triton.jit
 def _send(cells, value, mask):
-    value = tl.where(value == value, value, float("nan"))  # this one is not EMPTY
+    value = tl.where(value == value, value, float("nan"))  # other bits than those of _EMPTY
     tl.store(cells, value.to(tl.int32, bitcast=True), mask=mask)
 
 
@@ -204,29 +206,31 @@ def _join(
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, JOINED: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Waits for the parts of JOINED queries, adds them up and leaves their cells empty."""
+    """Waits for the parts of JOINED queries, adds them up and leaves their cells empty.
+
+    A cell must not be looked at by two threads: one of them could see a number before the other does. So the tensors
+    have as many cells as the program has threads, or more, and of the logarithms of the sums there are COPIES."""
     SHARE: tl.constexpr = HEADS // KV
-    EMPTY: tl.constexpr = -1
     p, m = tl.arange(0, BLOCK_P), start + tl.arange(0, JOINED)
     d, copy = tl.arange(0, BLOCK_D), SPLITS * (BLOCK_M * BLOCK_D) + tl.arange(0, COPIES)
-    part, wanted = (p[:, None] * BLOCK_M + m[None, :])[:, :, None], (p < active)[:, None] & (m < count * SHARE)[None, :]
-    values, in_values = base + (part * BLOCK_D + d[None, None, :]), wanted[:, :, None] & (d >= 0)[None, None, :]
-    sums, in_sums = base + (part * COPIES + copy[None, None, :]), wanted[:, :, None] & (copy >= 0)[None, None, :]
+    wanted = ((p < active)[:, None] & (m < count * SHARE)[None, :])[:, :, None]
+    part = (p[:, None] * BLOCK_M + m[None, :])[:, :, None]
+    values, in_values = base + (part * BLOCK_D + d[None, None, :]), wanted & (d >= 0)[None, None, :]
+    sums, in_sums = base + (part * COPIES + copy[None, None, :]), wanted & (copy >= 0)[None, None, :]
     lse = tl.load(sums, mask=in_sums, other=0, volatile=True)
     value = tl.load(values, mask=in_values, other=0, volatile=True)
-    while tl.max((value == EMPTY).to(tl.int32), None) + tl.max((lse == EMPTY).to(tl.int32), None) > 0:
+    while tl.max((value == _EMPTY).to(tl.int32), None) + tl.max((lse == _EMPTY).to(tl.int32), None) > 0:
         lse = tl.load(sums, mask=in_sums, other=0, volatile=True)
         value = tl.load(values, mask=in_values, other=0, volatile=True)
-    tl.store(values, tl.full((BLOCK_P, JOINED, BLOCK_D), EMPTY, dtype=tl.int32), mask=in_values)
-    tl.store(sums, tl.full((BLOCK_P, JOINED, COPIES), EMPTY, dtype=tl.int32), mask=in_sums)
+    tl.store(values, tl.full((BLOCK_P, JOINED, BLOCK_D), _EMPTY, dtype=tl.int32), mask=in_values)
+    tl.store(sums, tl.full((BLOCK_P, JOINED, COPIES), _EMPTY, dtype=tl.int32), mask=in_sums)
     size = tl.max(lse.to(tl.float32, bitcast=True), 2)  # copies are equal
     size = tl.where((p < active)[:, None], size, float("-inf"))
     weight = tl.exp2(size - tl.max(size, 0)[None, :])
     weight = weight / tl.sum(weight, 0)[None, :]
-    value = tl.sum(value.to(tl.float32, bitcast=True) * weight[:, :, None], 0) * v_scale
+    joined = tl.sum(value.to(tl.float32, bitcast=True) * weight[:, :, None], 0) * v_scale
     cell = (first + m // SHARE)[:, None] * (HEADS * D) + (head * SHARE + m % SHARE)[:, None] * D + d[None, :]
-    inside = (m < count * SHARE)[:, None] & (d < D)[None, :]
-    tl.store(out + cell, value.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + cell, joined.to(out.dtype.element_ty), mask=(m < count * SHARE)[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -351,17 +355,18 @@ def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scal
         )  # fmt: skip
         return out
     block_m = max(16, triton.next_power_of_2(longest * share))
-    block_s, stages, warps = CUTS[block_m > 64]
+    block_s, stages, warps = CUT if block_m < 64 else (64, 3, 4 if block_m == 64 else 8)
     threads, size = 32 * warps, page * kv * dim * cache.dtype.itemsize  # bytes of a page of keys
     reach = triton.cdiv(rows.pages.shape[1] * page, block_s)  # tiles of keys that a row can have at most
-    splits = max(1, min(SPLITS, reach, _together(q.device, block_m, block_d) // (number * kv)))
-    # so many parts and copies that no thread loads what another one loads, too
+    buffers = stages // 2 * 2 * block_s * block_d * cache.dtype.itemsize
+    together = min(_together(q.device, warps, buffers), _CELLS // (2 * block_m * block_d))
+    splits = max(1, min(SPLITS, reach, together // (number * kv)))
     block_p = max(triton.next_power_of_2(splits), threads // block_d)
     joined = max(1, min(64 * threads // (block_p * block_d), triton.next_power_of_2(triton.cdiv(block_m, splits))))
     copies = max(1, threads // (block_p * joined))
     asked = min(threads // 2, ahead(threads * size, number * kv * splits, warps) * kv // (2 * size)) if PDL.value else 0
     if q.device not in _cells:
-        _cells[q.device] = torch.full((_CELLS,), -1, dtype=torch.int32, device=q.device)
+        _cells[q.device] = torch.full((_CELLS,), _EMPTY.value, dtype=torch.int32, device=q.device)
     _decode[(splits, kv, number)](
         q, cache, rows.starts, rows.past, rows.pages, out, _cells[q.device],
         q.stride(0), cache.stride(0), rows.pages.stride(0), scale, v_scale,
@@ -371,14 +376,14 @@ def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scal
     return out
 
 
-def _together(device: torch.device, block_m: int, block_d: int) -> int:
-    """Programs of _decode that have cells, and are on the device at the same time for sure."""
-    programs = 2 * MULTIPROCESSORS
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        two = block_m == 16 and found.shared_memory_per_multiprocessor >= 228 << 10
-        programs = found.multi_processor_count * (1 + two)
-    return min(programs, _CELLS // (block_m * 2 * block_d))
+def _together(device: torch.device, warps: int, buffers: int) -> int:
+    """Programs of _decode that the device holds at the same time, whatever their registers: two of four warps on a
+    multiprocessor with the shared memory of those in data centres, if no more than 64 KB of it are buffers."""
+    if device.type != "cuda":
+        return 2 * MULTIPROCESSORS
+    found = torch.cuda.get_device_properties(device)
+    two = warps <= 4 and buffers <= 64 << 10 and found.shared_memory_per_multiprocessor >= 228 << 10
+    return found.multi_processor_count * (1 + two)
 
 
 def block_attention(
