@@ -1451,8 +1451,8 @@ def check_attention() -> None:
     for dtype, page in ((BF, 16), (torch.float8_e4m3fn, 16), (BF, 64)):
         for length in edges:
             attends([length - 1], None, dtype, page)
-    attends([0, 15, 16, 63, 1023, 1024, 5000, 32767], None, BF)
-    attends([length for length in edges[:11] for _ in range(13)], None, BF, 16, 5024)  # one program: nothing to join
+    attends([0, 15, 16, 63, 1023, 1024, 5000, 32767], None, BF)  # eight programs for each row and head
+    attends([length for length in edges[:11] for _ in range(7)], None, BF, 16, 5024)  # one: nothing to join
     for lens in ([2], [4], [8]):
         for length in (1, 60, 63, 1023, 32760):
             attends([length], lens, BF)
@@ -1485,10 +1485,11 @@ def time_attention() -> None:
     faulthandler.dump_traceback_later(120, exit=True)
     before, layers, kept = before_attention(), mixers("Attention"), (attention.CUT, attention.SPLITS)
     for count, contexts, others in (
-        (1, (1024, 8192, 32768), (((32, 5, 4), 64), ((64, 7, 4), 64), ((64, 5, 8), 64), ((64, 5, 4), 32))),
-        (8, (1024, 32768), (((64, 3, 4), 64),)),
-        (64, (1024,), (((64, 3, 4), 64), ((64, 5, 4), 1))),
-        (256, (1024,), (((64, 3, 4), 64),)),
+        (1, (1024, 8192, 32768), (((32, 5, 8), 64), ((64, 7, 8), 64), ((64, 5, 4), 64), ((64, 5, 8), 32))),
+        (8, (1024, 32768), (((64, 7, 8), 64),)),
+        (40, (1024,), ()),
+        (64, (1024,), (((64, 7, 8), 64), ((64, 3, 4), 64))),
+        (256, (1024,), (((64, 5, 4), 64), ((64, 3, 4), 64))),
     ):
         tokens = 32_784 if count <= 8 else 1040
         caches = [randn(2, count * tokens // 16 + 1, 16, *KV) for _ in layers]

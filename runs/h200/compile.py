@@ -33,7 +33,6 @@ from leyden.ops.rows import Rows
 from leyden.ops.triton import attention, conv, draft, eight, linear, moe, norm, nvfp4, qkv, sample, scan, ssm
 
 SHARED = 232_448  # bytes that a program can have
-HALF = 113 << 10  # that each of two on a multiprocessor can have
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF, F32, F16, E4M3 = torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn
 TYPES = {BF: "bf16", F32: "fp32", F16: "fp16", E4M3: "fp8e4nv", torch.int32: "i32", torch.int64: "i64",
@@ -99,8 +98,7 @@ def compiled(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: 
     if looked_at_twice(code):
         BAD.append(name)
         print(f"{name} looks at a cell from two threads")
-    waits = self.fn.__name__ == "_decode" and options["num_warps"] <= 4  # for others on its multiprocessor
-    if made.metadata.shared > (HALF if waits else SHARED):
+    if made.metadata.shared > SHARED:
         BAD.append(name)
     print(f"{name} registers {registers:3d}  stack {stack:3d}  shared {made.metadata.shared:6d}", flush=True)
 

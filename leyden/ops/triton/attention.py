@@ -15,7 +15,7 @@ from leyden.ops.triton.launch import INTERPRETED, MULTIPROCESSORS, OPTIONS, PDL,
 _LOG2E = 1.4426950408889634
 _FEW = 8  # tokens of a row whose queries are one tile
 SPLITS = 64  # programs that share the keys of a row, at most
-CUT = 64, 5, 4  # keys of a tile, stages (two for a tile that is on its way: its pages come first) and warps of _decode
+CUT = 64, 5, 8  # keys of a tile, stages (two for a tile that is on its way: its pages come first) and warps of _decode
 _EMPTY = tl.constexpr(-1)  # bits of a number that no kernel writes into a cell
 _CELLS = 1 << 22
 _cells: dict[torch.device, Tensor] = {}
@@ -121,9 +121,10 @@ def _decode(
     Parts go through `cells`, which are _EMPTY but for those with a number that was written and not yet read. A cell has
     one writer, and one reader, which looks at it until a number is there and empties it: neither has to know what other
     cells hold, so nothing needs an order, and numbers travel as fast as memory lets them. It takes that all programs of
-    a row run at the same time. The launch has no more of them than the device holds (_together). Kernels before this
-    one may hold multiprocessors; they end without it. Kernels after it may not: they begin when every program of this
-    one has called release(), which is when all are there.
+    a row run at the same time, so where there is something to join the launch has no more programs than the device has
+    multiprocessors. (Two of them may find no room on one that was set up with less shared memory for another kernel.)
+    Kernels before this one may hold multiprocessors; they end without it. Kernels after it may not: they begin when
+    every program of this one has called release(), which is when all are there.
 
     Before it waits a program reads the keys and values that are older than this step, and asks for what it will read
     later of up to ASKED pages of a row's share."""
@@ -358,8 +359,7 @@ def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scal
     block_s, stages, warps = CUT if block_m < 64 else (64, 3, 4 if block_m == 64 else 8)
     threads, size = 32 * warps, page * kv * dim * cache.dtype.itemsize  # bytes of a page of keys
     reach = triton.cdiv(rows.pages.shape[1] * page, block_s)  # tiles of keys that a row can have at most
-    buffers = stages // 2 * 2 * block_s * block_d * cache.dtype.itemsize
-    together = min(_together(q.device, warps, buffers), _CELLS // (2 * block_m * block_d))
+    together = min(_multiprocessors(q.device), _CELLS // (2 * block_m * block_d))
     splits = max(1, min(SPLITS, reach, together // (number * kv)))
     block_p = max(triton.next_power_of_2(splits), threads // block_d)
     joined = max(1, min(64 * threads // (block_p * block_d), triton.next_power_of_2(triton.cdiv(block_m, splits))))
@@ -376,14 +376,10 @@ def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scal
     return out
 
 
-def _together(device: torch.device, warps: int, buffers: int) -> int:
-    """Programs of _decode that the device holds at the same time, whatever their registers: two of four warps on a
-    multiprocessor with the shared memory of those in data centres, if no more than 64 KB of it are buffers."""
+def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 2 * MULTIPROCESSORS
-    found = torch.cuda.get_device_properties(device)
-    two = warps <= 4 and buffers <= 64 << 10 and found.shared_memory_per_multiprocessor >= 228 << 10
-    return found.multi_processor_count * (1 + two)
+        return MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def block_attention(
