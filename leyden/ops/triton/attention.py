@@ -115,8 +115,8 @@ def _decode(
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
     JOINED: tl.constexpr, COPIES: tl.constexpr, ASKED: tl.constexpr, THREADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows of up to TOKENS tokens, whose queries are one tile. SPLITS programs share the keys of a row; then they share
-    its queries, and each joins the parts that all of them have left of some, in the order of the keys.
+    """Rows of up to TOKENS tokens, whose queries are one tile. SPLITS programs share the keys of a row, as many as find
+    some; then all of them share its queries, and each joins the parts of its own, in the order of the keys.
 
     Parts go through `cells`, which are _EMPTY but for those with a number that was written and not yet read. A cell has
     one writer, and one reader, which looks at it until a number is there and empties it: neither has to know what other
@@ -154,6 +154,7 @@ def _decode(
         size: tl.constexpr = PAGE * KV * D
         asked = cache + i % 2 * half + tl.load(table + later, mask=asks, other=0).to(tl.int64) * size
         prefetch(asked, size * cache.dtype.element_ty.primitive_bitwidth // 8, asks)
+    base = cells + (row * KV + head) * SPLITS * (BLOCK_M * (BLOCK_D + COPIES))
     wait()
     release()
     if split < active:
@@ -173,7 +174,6 @@ def _decode(
                 KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, True,
             )  # fmt: skip
         if active > 1:
-            base = cells + (row * KV + head) * SPLITS * (BLOCK_M * (BLOCK_D + COPIES))
             # of several queries some may have seen none of a program's keys
             seen, sent = total > 0, (m < count * SHARE)[:, None]
             mass = tl.where(seen, total, 1.0)
@@ -181,18 +181,19 @@ def _decode(
             own, copy = split * BLOCK_M + m[:, None], SPLITS * (BLOCK_M * BLOCK_D) + tl.arange(0, COPIES)
             _send(base + (own * BLOCK_D + d[None, :]), acc / mass[:, None], sent)
             _send(base + (own * COPIES + copy[None, :]), tl.broadcast_to(lse[:, None], (BLOCK_M, COPIES)), sent)
-            start, step = split * JOINED, active * JOINED
-            if INTERPRETED:  # one program after the other: the last of a row finds everything
-                start, step = tl.where(split < active - 1, BLOCK_M, 0), JOINED
-            while start < count * SHARE:
-                _join(
-                    base, out, start, active, count, first, head, v_scale,
-                    HEADS, KV, D, SPLITS, BLOCK_M, BLOCK_D, BLOCK_P, JOINED, COPIES,
-                )  # fmt: skip
-                start += step
         else:
             cell = (first + token)[:, None] * (HEADS * D) + query[:, None] * D + d[None, :]
             tl.store(out + cell, (acc * (v_scale / total)[:, None]).to(out.dtype.element_ty), mask=in_q)
+    if active > 1:
+        start, step = (SPLITS - 1 - split) * JOINED, SPLITS * JOINED  # those with the fewest keys first
+        if INTERPRETED:  # one program after the other: the last of a row finds everything
+            start, step = tl.where(split < SPLITS - 1, BLOCK_M, 0), JOINED
+        while start < count * SHARE:
+            _join(
+                base, out, start, active, count, first, head, v_scale,
+                HEADS, KV, D, SPLITS, BLOCK_M, BLOCK_D, BLOCK_P, JOINED, COPIES,
+            )  # fmt: skip
+            start += step
 
 
 @triton.jit
@@ -336,7 +337,8 @@ def kv_write(k: Tensor, v: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1
 
 
 def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scale: float = 1.0) -> Tensor:
-    """See ops.attention."""
+    """See ops.attention. Page tables, lengths and what the cache held before this step must be older than the kernel
+    launched just before, which may have written the rows' own keys and values."""
     if cache.dtype.itemsize > 1:
         k_scale = v_scale = 1.0
     (count, heads, dim), (_, _, page, kv, _) = q.shape, cache.shape
