@@ -7,6 +7,8 @@ figure is a CUDA graph replayed. A section that fails prints its error and the n
 also go to $OUT/results.json.
 """
 
+import faulthandler
+import importlib.util
 import json
 import os
 import signal
@@ -1515,35 +1517,148 @@ def tune(seconds: float = 110) -> None:
         packed.chosen = before
 
 
+def attends(past: list[int], lens: list[int] | None, dtype: torch.dtype, page: int = 16, tokens: int = 32_784) -> None:
+    """Decode attention against the reference in fp32, twice."""
+    batch, scales = rows(past, lens, page, tokens), (0.5, 0.25) if dtype != BF else (1.0, 1.0)
+    q, k, v = (randn(batch.tokens, *shape) for shape in (Q, KV, KV))
+    cache = randn(2, len(past) * -(-tokens // page) + 1, page, *KV).to(dtype)
+    ops.kv_write(k, v, cache, batch, *scales)
+    got, again = (ops.attention(q, cache, batch, *scales) for _ in range(2))
+    assert batch.pages is not None
+    factors, wanted = torch.tensor(scales, device="cuda").view(2, 1, 1, 1, 1), []
+    for r, part in enumerate(q.float().split(batch.lens)):  # a row at a time: its keys in fp32 may be 67 MB
+        pages = batch.pages[r].long()
+        bits = cache.view(torch.uint8 if dtype != BF else torch.int16)[:, pages]  # 8-bit floats cannot be indexed
+        one = Rows((len(part),), batch.starts[:2], batch.past[r : r + 1], None, torch.arange(len(pages)).cuda()[None])
+        with ops.using("reference"):
+            wanted.append(ops.attention(part, bits.view(dtype).float() * factors, one))
+    name = f"attention {str(dtype)[6:]} page {page} {past if len(past) < 6 else len(past)} {lens or ''}"
+    verdict(name, error(got, torch.cat(wanted)), 8e-3)
+    verdict("  twice the same bits", float((got != again).float().mean()), 0)
+
+
+def same_bits(count: int, context: int) -> None:
+    """200 times, with other work of other lengths before it, and one right after the other."""
+    batch, q = rows([context - 1] * count, tokens=32_784), randn(count, *Q)
+    cache, other = randn(2, count * 2049 + 1, 16, *KV), randn(1024, 1024)
+    first, differing = attention.attention(q, cache, batch).clone(), torch.zeros((), device="cuda")
+    made: list[Tensor] = []
+
+    def many() -> None:
+        made.clear()
+        for i in range(10):
+            for _ in range(i % 4):
+                other[: 64 << i % 5].mm(other)
+            made.append(attention.attention(q, cache, batch))
+
+    captured = graph(many)
+    for _ in range(20):
+        captured.replay()
+        for out in made:
+            differing += (out != first).sum()
+    verdict(f"attention {count} x {context}: 200 times the same bits", float(differing), 0)
+
+
+def check_attention() -> None:
+    faulthandler.dump_traceback_later(120, exit=True)  # should programs wait for each other for ever
+    edges = [1, 15, 16, 17, 64, 65, 100, 1023, 1024, 1025, 5000, 32768]
+    for dtype, page in ((BF, 16), (torch.float8_e4m3fn, 16), (BF, 64)):
+        for length in edges:
+            attends([length - 1], None, dtype, page)
+    attends([0, 15, 16, 63, 1023, 1024, 5000, 32767], None, BF)  # eight programs for each row and head
+    attends([length for length in edges[:11] for _ in range(7)], None, BF, 16, 5024)  # one: nothing to join
+    for lens in ([2], [4], [8]):
+        for length in (1, 60, 63, 1023, 32760):
+            attends([length], lens, BF)
+    attends([0, 1100, 62, 5000], [8, 4, 3, 1], BF)
+    attends([0, 1100, 62, 5000], [4, 1, 3, 2], torch.float8_e4m3fn)
+    for count, context in ((1, 1024), (1, 32768), (8, 1024)):
+        same_bits(count, context)
+    for cells in attention._cells.values():
+        verdict("cells that are not empty", float((cells != -1).sum()), 0)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def before_attention() -> Any:
+    """An older leyden/ops/triton/attention.py beside this file, attention_before.py, is timed in turns with today's."""
+    path = Path(__file__).with_name("attention_before.py")
+    if not path.exists():
+        return None
+    spec = importlib.util.spec_from_file_location("attention_before", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def time_attention() -> None:
-    for count, context in ((1, 1024), (8, 1024), (64, 1024), (1, 32768), (8, 32768), (64, 32768)):
-        batch = rows([context - 1] * count, tokens=context)
-        caches = [randn(2, count * context // 16 + 1, 16, *KV) for _ in range(6 if count * context < 100_000 else 2)]
-        q = randn(count, *Q)
-        runs = [partial(attention.attention, q, cache, batch) for cache in caches]
-        each(f"attention M={count} context {context}", runs, count * context * 4 * KEYS)
-        k = randn(count, *KV)
-        if context == 1024:
-            each(f"kv_write M={count}", [partial(attention.kv_write, k, k, cache, batch) for cache in caches])
+    """A layer (q, k, v; attention; o), which finds nothing in L2, and attention alone, which finds short caches: chains
+    of six, in turns with other cuts: (keys of a tile, stages, warps), the most programs for a row."""
+    check_attention()
+    faulthandler.dump_traceback_later(120, exit=True)
+    before, layers, kept = before_attention(), mixers("Attention"), (attention.CUT, attention.SPLITS)
+    for count, contexts, others in (
+        (1, (1024, 8192, 32768), (((32, 5, 8), 64), ((64, 7, 8), 64), ((64, 5, 4), 64), ((64, 5, 8), 32))),
+        (8, (1024, 32768), (((64, 7, 8), 64),)),
+        (40, (1024,), ()),
+        (64, (1024,), (((64, 7, 8), 64), ((64, 3, 4), 64))),
+        (256, (1024,), (((64, 5, 4), 64), ((64, 3, 4), 64))),
+    ):
+        tokens = 32_784 if count <= 8 else 1040
+        caches = [randn(2, count * tokens // 16 + 1, 16, *KV) for _ in layers]
+        q, x = randn(count, *Q), randn(count, H)
+        ways = [("now", attention.attention, kept), *((str(cut), attention.attention, cut) for cut in others)]
+        if before:
+            ways.insert(0, ("before", before.attention, kept))
+        for context in contexts:
+            batch, chains = rows([context - 1] * count, tokens=tokens), []
+
+            def layer(mixer: Any, cache: Tensor, attend: Any, x: Tensor = x, batch: Rows = batch) -> Tensor:
+                heads = ops.qkv_write(x, mixer.q_proj, mixer.k_proj, mixer.v_proj, cache, batch)
+                return ops.linear(attend(heads, cache, batch).flatten(-2), mixer.o_proj)
+
+            for _, attend, (attention.CUT, attention.SPLITS) in ways:
+                layered = [partial(layer, *pair, attend) for pair in zip(layers, caches, strict=True)]
+                alone = [partial(attend, q, cache, batch) for cache in caches]
+                chains.append([graph(partial(called, runs)) for runs in (layered, alone)])
+            times = [[sorted(replay(one, 2, 20, 1) for _ in range(3))[1] for one in pair] for pair in chains]
+            again = [[sorted(replay(one, 2, 20, 1) for _ in range(3))[1] for one in pair] for pair in chains]
+            read = count * context * 4 * KEYS / READ * 1e6
+            say(f"  {count} x {context}: us of a layer, of attention alone; {read:.1f} to read the cache")
+            for (name, *_), *seen in zip(ways, times, again, strict=True):
+                us = [[ms * 1e3 / len(layers) for ms in pair] for pair in seen]
+                say(f"    {name:22s}" + "".join(f"  {first:8.2f} {second:8.2f}" for first, second in us))
+                record(f"attention {count} x {context} {name}", us)
+            del chains
         del caches
         torch.cuda.empty_cache()
+    attention.CUT, attention.SPLITS = kept
+    faulthandler.cancel_dump_traceback_later()
+
+
+def called(runs: Sequence[Callable[[], object]]) -> None:
+    for run in runs:
+        run()
 
 
 def time_long() -> None:
-    """One row with 32,768 tokens of context against 1,024, in one table, with more and fewer programs for its keys."""
-    kept = attention.SPLITS
-    for splits in (16, 32, 64, 128):
-        attention.SPLITS = splits
-        took = []
-        for context in (1024, 32768):
-            step = Step(1, context, steps=33168 - context)
-            took.append(replay(graph(step), 10, 25, 3))
-            del step
-            torch.cuda.empty_cache()
-        share = took[0] / took[1]
-        say(f"  {splits:3d} programs: {took[0]:.3f} and {took[1]:.3f} ms, {share:.3f} of the speed (bar 0.95)")
-        record(f"context 32768, {splits} programs", took)
-    attention.SPLITS = kept
+    """One row, whole steps with 1,024 and with 32,768 tokens of context, in turns."""
+    ways = {"now": attention.attention}
+    if before := before_attention():
+        ways["before"] = before.attention
+    for name, attend in ways.items():
+        ops.attention.register("cuda", attend)
+        steps = [Step(1, context, steps=33168 - context) for context in (1024, 32768)]
+        made = [graph(step) for step in steps]
+        took = [
+            sorted(times)[1] for times in zip(*([replay(one, 5, 20, 1) for one in made] for _ in range(3)), strict=True)
+        ]
+        say(f"  {name}: {took[0]:.3f} and {took[1]:.3f} ms, {took[0] / took[1]:.3f} of the speed (bar 0.95)")
+        record(f"context 32768 {name}", took)
+        del made, steps
+        torch.cuda.empty_cache()
+    ops.attention.register("cuda", attention.attention)
 
 
 def speculate() -> None:
@@ -1559,7 +1674,7 @@ SECTIONS = {
     "halves": (halves, 60), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 60),
     "engine": (engine, 80), "guesses": (guesses, 30), "sample": (time_sample, 30),
     "mamba": (time_mamba, 80), "moe": (time_moe, 100), "linear": (time_linear, 80), "pdl": (without_pdl, 30),
-    "small": (time_small, 40), "attention": (time_attention, 40), "long": (time_long, 40),
+    "small": (time_small, 40), "attention": (time_attention, 100), "long": (time_long, 40),
     "four": (four, 160), "tune": (tune, 150),
     "wide": (time_wide, 90), "ahead": (ahead, 240), "prefill8": (prefill_eight, 120),
     "speculation": (speculate, 150),

@@ -6,11 +6,13 @@ Prints registers, bytes of the stack (spills) and shared memory of each. What Tr
 compile: this finds it before a GPU does. Nothing is run, so nothing is checked but that.
 """
 
+import json
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,17 @@ def overwritten(code: str) -> str:
     return bad
 
 
+def looked_at_twice(code: str) -> bool:
+    """Whether two threads look at one of the cells that kernels exchange numbers through: see attention._join."""
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{(.*?), order", code, re.MULTILINE))
+    for shape, layout in re.findall(r"isVolatile = true\} : tensor<([\dx]+)x!tt\.ptr<i32>, (#\w+)>", code):
+        each, lanes, warps = (json.loads(part) for part in re.findall(r"\[.*?\]", layouts[layout]))
+        cells = zip(map(int, shape.split("x")), each, lanes, warps, strict=True)
+        if any(size < prod(parts) for size, *parts in cells):
+            return True
+    return False
+
+
 def compiled(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
     """Stands in for JITFunction.run: the same specialisation by arguments, but for a target that need not be here."""
     given = dict(zip(self.arg_names, args, strict=False))
@@ -120,6 +133,9 @@ def compiled(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: 
         BAD.append(name)
         print(f"{name} writes what a product may still read: {bad}")
     registers, stack = (int(re.findall(rf"{what}:(\d+)", usage)[-1]) for what in ("REG", "STACK"))
+    if looked_at_twice(code):
+        BAD.append(name)
+        print(f"{name} looks at a cell from two threads")
     if made.metadata.shared > SHARED:
         BAD.append(name)
     print(f"{name} registers {registers:3d}  stack {stack:3d}  shared {made.metadata.shared:6d}", flush=True)
@@ -139,10 +155,10 @@ def weight(*shape: int, format: Any = None) -> Weight:
     return Weight(*shape, dtype=BF, format=format).requires_grad_(False)
 
 
-def rows(lens: list[int]) -> Rows:
+def rows(lens: list[int], per: int = 72) -> Rows:
     count = len(lens)
     starts, past, slots, pages = (
-        torch.empty(shape, dtype=torch.int32) for shape in ((count + 1,), (count,), (count,), (count, 72))
+        torch.empty(shape, dtype=torch.int32) for shape in ((count + 1,), (count,), (count,), (count, per))
     )
     return Rows(tuple(lens), starts, past, slots, pages)
 
@@ -179,8 +195,11 @@ def attend() -> None:
         cache = empty(2, 200, 16, 2, 128, dtype=dtype)
         x, matrices = empty(1, 2688), [weight(size, 2688) for size in (4096, 256, 256)]
         under("qkv", qkv.qkv_write, x, *matrices, cache, rows([1]), 0.5, 0.5)
-        for lens in ([1], [1] * 64, [4], [8] * 4, [700]):
-            batch, tokens, label = rows(lens), sum(lens), f"attention {lens[0]} x {len(lens)}"
+        for lens, per in (
+            ([1], 72), ([1], 2048), ([1] * 8, 72), ([1] * 64, 72), ([1] * 256, 72), ([2], 2048), ([4], 2048),
+            ([8], 2048), ([8] * 4, 72), ([700], 72),
+        ):  # fmt: skip
+            batch, tokens, label = rows(lens, per), sum(lens), f"attention {lens[0]} x {len(lens)}"
             k = empty(tokens, 2, 128)
             under(label, attention.kv_write, k, k, cache, batch, 0.5, 0.5)
             under(label, attention.attention, empty(tokens, 32, 128), cache, batch, 0.5, 0.5)

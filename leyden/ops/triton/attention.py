@@ -10,11 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from leyden.ops.rows import Rows
-from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
+from leyden.ops.triton.launch import INTERPRETED, MULTIPROCESSORS, OPTIONS, PDL, ahead, prefetch, release, wait
 
 _LOG2E = 1.4426950408889634
 _FEW = 8  # tokens of a row whose queries are one tile
-SPLITS = 32  # programs that share the keys of a row, at most
+SPLITS = 64  # programs that share the keys of a row, at most
+CUT = 64, 5, 8  # keys of a tile, stages (two for a tile that is on its way: its pages come first) and warps of _decode
+_EMPTY = tl.constexpr(-1)  # bits of a number that no kernel writes into a cell
+_CELLS = 1 << 22
+_cells: dict[torch.device, Tensor] = {}
 
 
 @triton.jit
@@ -95,70 +99,140 @@ def _attend(
 
 
 @triton.jit
+def _loaded(x):
+    """x, by an instruction without instructions. Triton puts an operand into shared memory as soon as it is loaded, and
+    asks for what comes next only then; loads before this are on their way together."""
+    if not INTERPRETED:
+        PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+        x = tl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=PACK)
+    return x
+
+
+@triton.jit
 def _decode(
-    q, cache, starts, past, pages, out, part_acc, part_most, part_total, arrived,
-    q_stride, half, pages_stride, scale, v_scale,
+    q, cache, starts, past, pages, out, cells, q_stride, half, pages_stride, scale, v_scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
-    STAGES: tl.constexpr,
+    JOINED: tl.constexpr, COPIES: tl.constexpr, ASKED: tl.constexpr, THREADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows of up to TOKENS tokens, whose queries are one tile. SPLITS programs share the keys of a row; the last one
-    joins their parts, in their order."""
+    """Rows of up to TOKENS tokens, whose queries are one tile. SPLITS programs share the keys of a row, as many as find
+    some; then all of them share its queries, and each joins the parts of its own, in the order of the keys.
+
+    Parts go through `cells`, which are _EMPTY but for those with a number that was written and not yet read. A cell has
+    one writer, and one reader, which looks at it until a number is there and empties it: neither has to know what other
+    cells hold, so nothing needs an order, and numbers travel as fast as memory lets them. It takes that all programs of
+    a row run at the same time, so where there is something to join the launch has no more programs than the device has
+    multiprocessors. (Two of them may find no room on one that was set up with less shared memory for another kernel.)
+    Kernels before this one may hold multiprocessors; they end without it. Kernels after it may not: they begin when
+    every program of this one has called release(), which is when all are there.
+
+    Before it waits a program reads the keys and values that are older than this step, and asks for what it will read
+    later of up to ASKED pages of a row's share."""
     SHARE: tl.constexpr = HEADS // KV
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    m, d, s = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     before = tl.load(past + row)
     first, count = row, 1
     if TOKENS > 1:
         first = tl.load(starts + row).to(tl.int64)
         count = tl.load(starts + row + 1) - first.to(tl.int32)
     token, query = m // SHARE, head * SHARE + m % SHARE
-    in_q = (token < count)[:, None] & (d < D)[None, :]
+    in_q, in_d = (token < count)[:, None] & (d < D)[None, :], (d < D)[None, :]
     length = before + count
-    each = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_S) * BLOCK_S
+    each = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), 16) * 16, BLOCK_S)
     active = tl.cdiv(length, each)
+    begin, end = split * each, tl.minimum(length, (split + 1) * each)
+    table, at = pages + row * pages_stride, begin + s
+    page = tl.load(table + at // PAGE, mask=at < end, other=0).to(tl.int64)
+    keys = cache + ((page * (PAGE * KV * D))[:, None] + ((at % PAGE * KV + head)[:, None] * D + d[None, :]))
+    old = (at < tl.minimum(before, end))[:, None] & in_d
+    key, value = tl.load(keys, mask=old, other=0.0), tl.load(keys + half, mask=old, other=0.0)
+    if ASKED:
+        i = tl.arange(0, THREADS)
+        later = (begin + BLOCK_S) // PAGE + i // 2
+        asks = (i < 2 * ASKED) & (i % KV == head) & (later * PAGE < end)
+        size: tl.constexpr = PAGE * KV * D
+        asked = cache + i % 2 * half + tl.load(table + later, mask=asks, other=0).to(tl.int64) * size
+        prefetch(asked, size * cache.dtype.element_ty.primitive_bitwidth // 8, asks)
+    base = cells + (row * KV + head) * SPLITS * (BLOCK_M * (BLOCK_D + COPIES))
     wait()
     release()
     if split < active:
         tile = tl.load(q + (first + token)[:, None] * q_stride + query[:, None] * D + d[None, :], mask=in_q, other=0.0)
+        new = ((at >= before) & (at < end))[:, None] & in_d
+        key, value = tl.load(keys, mask=new, other=key), tl.load(keys + half, mask=new, other=value)
+        tile, key, value = _loaded(tile), _loaded(key), _loaded(value)
         acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        end = tl.minimum(length, (split + 1) * each)
-        acc, most, total = _attend(
-            tile, acc, most, total, cache, pages + row * pages_stride, half, split * each, end, token * 0 - 1,
-            before + token, scale, KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, True,
-        )  # fmt: skip
+        limit = before + token
+        visible = (at[None, :] <= limit[:, None]) & (at < end)[None, :]
+        acc, most, total = _more(tile, acc, most, total, key, value, visible, scale, True)
+        if begin + BLOCK_S < end:
+            acc, most, total = _attend(
+                tile, acc, most, total, cache, table, half, begin + BLOCK_S, end, token * 0 - 1, limit, scale,
+                KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, True,
+            )  # fmt: skip
         if active > 1:
-            base = (row * KV + head) * SPLITS
-            cell = m[:, None] * BLOCK_D + d[None, :]
-            tl.store(part_acc + (base + split) * (BLOCK_M * BLOCK_D) + cell, acc)
-            tl.store(part_most + (base + split) * BLOCK_M + m, most)
-            tl.store(part_total + (base + split) * BLOCK_M + m, total)
-            if arrive(arrived + row * KV + head, active):
-                # the weights of all parts first: then nothing but a sum waits for a part
-                part = tl.arange(0, BLOCK_P)
-                of = (base + part)[:, None] * BLOCK_M + m[None, :]
-                here = (part < active)[:, None]
-                mosts = tl.load(part_most + of, mask=here, other=float("-inf"), cache_modifier=".cg")
-                totals = tl.load(part_total + of, mask=here, other=0.0, cache_modifier=".cg")
-                most = tl.max(mosts, 0)
-                total = tl.sum(tl.exp2((mosts - most[None, :]) * scale) * totals, 0)
-                acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-                for i in tl.range(0, active, loop_unroll_factor=4 if BLOCK_M == 16 else 1):
-                    added = tl.load(part_acc + (base + i) * (BLOCK_M * BLOCK_D) + cell, cache_modifier=".cg")
-                    own = tl.load(part_most + (base + i) * BLOCK_M + m, cache_modifier=".cg")
-                    acc += added * tl.exp2((own - most) * scale)[:, None]
-                _write(acc * v_scale, total, out, first + token, query, d, in_q, HEADS, D)
+            # of several queries some may have seen none of a program's keys
+            seen, sent = total > 0, (m < count * SHARE)[:, None]
+            mass = tl.where(seen, total, 1.0)
+            lse = tl.where(seen, most * scale + tl.log2(mass), float("-inf"))
+            own, copy = split * BLOCK_M + m[:, None], SPLITS * (BLOCK_M * BLOCK_D) + tl.arange(0, COPIES)
+            _send(base + (own * BLOCK_D + d[None, :]), acc / mass[:, None], sent)
+            _send(base + (own * COPIES + copy[None, :]), tl.broadcast_to(lse[:, None], (BLOCK_M, COPIES)), sent)
         else:
-            _write(acc * v_scale, total, out, first + token, query, d, in_q, HEADS, D)
+            cell = (first + token)[:, None] * (HEADS * D) + query[:, None] * D + d[None, :]
+            tl.store(out + cell, (acc * (v_scale / total)[:, None]).to(out.dtype.element_ty), mask=in_q)
+    if active > 1:
+        start, step = (SPLITS - 1 - split) * JOINED, SPLITS * JOINED  # those with the fewest keys first
+        if INTERPRETED:  # one program after the other: the last of a row finds everything
+            start, step = tl.where(split < SPLITS - 1, BLOCK_M, 0), JOINED
+        while start < count * SHARE:
+            _join(
+                base, out, start, active, count, first, head, v_scale,
+                HEADS, KV, D, SPLITS, BLOCK_M, BLOCK_D, BLOCK_P, JOINED, COPIES,
+            )  # fmt: skip
+            start += step
 
 
 @triton.jit
-def _write(acc, total, out, index, query, d, in_q, HEADS: tl.constexpr, D: tl.constexpr):
-    value = acc / total[:, None]
-    cell = index[:, None] * (HEADS * D) + query[:, None] * D + d[None, :]
-    tl.store(out + cell, value.to(out.dtype.element_ty), mask=in_q)
+def _send(cells, value, mask):
+    value = tl.where(value == value, value, float("nan"))  # other bits than those of _EMPTY
+    tl.store(cells, value.to(tl.int32, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _join(
+    base, out, start, active, count, first, head, v_scale,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, JOINED: tl.constexpr, COPIES: tl.constexpr,
+):  # fmt: skip
+    """Waits for the parts of JOINED queries, adds them up and leaves their cells empty.
+
+    A cell must not be looked at by two threads: one of them could see a number before the other does. So the tensors
+    have as many cells as the program has threads, or more, and of the logarithms of the sums there are COPIES."""
+    SHARE: tl.constexpr = HEADS // KV
+    p, m = tl.arange(0, BLOCK_P), start + tl.arange(0, JOINED)
+    d, copy = tl.arange(0, BLOCK_D), SPLITS * (BLOCK_M * BLOCK_D) + tl.arange(0, COPIES)
+    wanted = ((p < active)[:, None] & (m < count * SHARE)[None, :])[:, :, None]
+    part = (p[:, None] * BLOCK_M + m[None, :])[:, :, None]
+    values, in_values = base + (part * BLOCK_D + d[None, None, :]), wanted & (d >= 0)[None, None, :]
+    sums, in_sums = base + (part * COPIES + copy[None, None, :]), wanted & (copy >= 0)[None, None, :]
+    lse = tl.load(sums, mask=in_sums, other=0, volatile=True)
+    value = tl.load(values, mask=in_values, other=0, volatile=True)
+    while tl.max((value == _EMPTY).to(tl.int32), None) + tl.max((lse == _EMPTY).to(tl.int32), None) > 0:
+        lse = tl.load(sums, mask=in_sums, other=0, volatile=True)
+        value = tl.load(values, mask=in_values, other=0, volatile=True)
+    tl.store(values, tl.full((BLOCK_P, JOINED, BLOCK_D), _EMPTY, dtype=tl.int32), mask=in_values)
+    tl.store(sums, tl.full((BLOCK_P, JOINED, COPIES), _EMPTY, dtype=tl.int32), mask=in_sums)
+    size = tl.max(lse.to(tl.float32, bitcast=True), 2)  # copies are equal
+    size = tl.where((p < active)[:, None], size, float("-inf"))
+    weight = tl.exp2(size - tl.max(size, 0)[None, :])
+    weight = weight / tl.sum(weight, 0)[None, :]
+    joined = tl.sum(value.to(tl.float32, bitcast=True) * weight[:, :, None], 0) * v_scale
+    cell = (first + m // SHARE)[:, None] * (HEADS * D) + (head * SHARE + m % SHARE)[:, None] * D + d[None, :]
+    tl.store(out + cell, joined.to(out.dtype.element_ty), mask=(m < count * SHARE)[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -263,7 +337,8 @@ def kv_write(k: Tensor, v: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1
 
 
 def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scale: float = 1.0) -> Tensor:
-    """See ops.attention."""
+    """See ops.attention. Page tables, lengths and what the cache held before this step must be older than the kernel
+    launched just before, which may have written the rows' own keys and values."""
     if cache.dtype.itemsize > 1:
         k_scale = v_scale = 1.0
     (count, heads, dim), (_, _, page, kv, _) = q.shape, cache.shape
@@ -282,19 +357,31 @@ def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scal
             heads, kv, dim, page, queries, block_m, block_d, 64, 3, num_warps=8, **OPTIONS,
         )  # fmt: skip
         return out
-    block_m, block_s = max(16, triton.next_power_of_2(longest * share)), 64
+    block_m = max(16, triton.next_power_of_2(longest * share))
+    block_s, stages, warps = CUT if block_m < 64 else (64, 3, 4 if block_m == 64 else 8)
+    threads, size = 32 * warps, page * kv * dim * cache.dtype.itemsize  # bytes of a page of keys
     reach = triton.cdiv(rows.pages.shape[1] * page, block_s)  # tiles of keys that a row can have at most
-    splits = max(1, min(SPLITS, reach, triton.cdiv(264, number * kv)))
-    parts = number * kv * splits
-    part_acc = torch.empty(parts, block_m, block_d, dtype=torch.float32, device=q.device)
-    part_most, part_total = torch.empty(2, parts, block_m, dtype=torch.float32, device=q.device)
+    together = min(_multiprocessors(q.device), _CELLS // (2 * block_m * block_d))
+    splits = max(1, min(SPLITS, reach, together // (number * kv)))
+    block_p = max(triton.next_power_of_2(splits), threads // block_d)
+    joined = max(1, min(64 * threads // (block_p * block_d), triton.next_power_of_2(triton.cdiv(block_m, splits))))
+    copies = max(1, threads // (block_p * joined))
+    asked = min(threads // 2, ahead(threads * size, number * kv * splits, warps) * kv // (2 * size)) if PDL.value else 0
+    if q.device not in _cells:
+        _cells[q.device] = torch.full((_CELLS,), _EMPTY.value, dtype=torch.int32, device=q.device)
     _decode[(splits, kv, number)](
-        q, cache, rows.starts, rows.past, rows.pages, out, part_acc, part_most, part_total,
-        counters(q.device, number * kv), q.stride(0), cache.stride(0), rows.pages.stride(0), scale, v_scale,
-        heads, kv, dim, page, longest, splits, block_m, block_d, block_s, triton.next_power_of_2(splits), 3,
-        num_warps=4 if block_m <= 64 else 8, **OPTIONS,
+        q, cache, rows.starts, rows.past, rows.pages, out, _cells[q.device],
+        q.stride(0), cache.stride(0), rows.pages.stride(0), scale, v_scale,
+        heads, kv, dim, page, longest, splits, block_m, block_d, block_s, block_p, joined, copies, asked, threads,
+        stages, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return out
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def block_attention(

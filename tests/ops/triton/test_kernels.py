@@ -448,6 +448,27 @@ def test_attention_over_8_bit_floats(draw, device: str, lens: list[int] | None):
     close(attention.attention(q, cache, batch, *scales), reference_attention.attention(q, cache, batch, *scales))
 
 
+@pytest.mark.parametrize("lens", [None, [2, 1, 3, 2, 1, 2]])
+def test_attention_around_the_borders_of_tiles(draw, device: str, lens: list[int] | None):
+    """Rows with fewer keys than a tile, a tile and one more; a query that sees nothing of a program's keys."""
+    past = [0, 14, 15, 62, 63, 127]
+    batch = rows(device, past, lens, tokens=132)
+    q, cache = draw(batch.tokens, 6, 16), draw(2, 6 * 33 + 1, 4, 2, 16)
+    got = attention.attention(q, cache, batch)
+    close(got, reference_attention.attention(q, cache, batch))
+    assert torch.equal(got, attention.attention(q, cache, batch))
+    assert bool((attention._cells[q.device] == -1).all())
+
+
+@pytest.mark.parametrize(("heads", "past"), [(2, 4500), (40, 1030)])
+def test_attention_in_many_parts(draw, device: str, heads: int, past: int):
+    """Programs with several tiles, the last one with a piece of one; more queries to join than programs."""
+    batch = rows(device, [past], tokens=4504)
+    q, cache = draw(1, heads, 16), draw(2, 1127, 4, 1, 16)
+    close(attention.attention(q, cache, batch), reference_attention.attention(q, cache, batch))
+    assert bool((attention._cells[q.device] == -1).all())
+
+
 @pytest.mark.parametrize("past", [[0], [37], [9, 3]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_queries_keys_and_values(draw, device: str, past: list[int], dtype: torch.dtype):
