@@ -1,9 +1,16 @@
 """Products with one matrix [N, K] for few rows: bound by reading the matrix once.
 
 One row runs on the CUDA cores (a matrix-vector product with the matrix in registers), up to 16 on the tensor cores with
-the matrix as the left operand, straight from shared memory. More rows are cuBLAS's. A matrix in FP8 with one scale
-(formats/fp8.py) goes through packed.py.
+the matrix as the left operand: in bfloat16 straight from the registers into which it was loaded (_few), else from
+shared memory (_narrow). More rows are cuBLAS's. A matrix in FP8 with one scale (formats/fp8.py) goes through packed.py.
+
+_few is cut as packed.py cuts its products. A warp takes a band of 16 rows of the matrix, 64 columns at a time; those of
+the next DEPTH steps are always on their way, the first before wait(). SPLIT warps of a program share the columns: their
+sums meet in shared memory, so no program waits for another. The rows of x come from L1 for all but the first band of a
+multiprocessor.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +21,13 @@ from torch import Tensor
 from leyden.formats import Weight
 from leyden.ops import fused
 from leyden.ops.triton import packed
+from leyden.ops.triton.fragments import mma, streamed, values
 from leyden.ops.triton.grouped import relu_squared
-from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
+from leyden.ops.triton.launch import OPTIONS, ahead, arrive, counters, prefetch, release, wait
 
 FP8_ROWS = 256  # up to here FP8 matrices are read as they are
-NARROW_ROWS = 16  # up to here _narrow; cuBLAS is faster from 32 on
+NARROW_ROWS = 16  # up to here _few or _narrow; cuBLAS is faster from 32 on
+REGISTERS = 128
 
 
 @triton.jit
@@ -68,6 +77,111 @@ def _widen(matrix, factor, out, SIZE, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _step(band, step, inside):
+    """A thread's words of its two rows, `step` columns further: of 64 columns eight of the first 32, then eight of the
+    others. Two of a row that are next to each other are what mma() takes of 16 columns."""
+    first, second = step // 2, step // 2 + 16
+    return (
+        streamed(band[0] + first, inside) + streamed(band[0] + second, inside)
+        + streamed(band[1] + first, inside) + streamed(band[1] + second, inside)
+    )  # fmt: skip
+
+
+@triton.jit
+def begun(
+    matrix, first, N,
+    K: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """What can be done before wait() for bands `first` and following of matrix [N, K]: where a thread's two rows are,
+    and their words of the first DEPTH steps. AHEAD: so many columns after those are asked to come into L2."""
+    thread = tl.arange(0, THREADS)
+    lane, part, row = thread % 32, thread // 32 % SPLIT, (first + thread // 32 // SPLIT) * 16
+    n, own = row + lane // 4, part * 64 + lane % 4 * 8
+    upper = matrix + (tl.minimum(n, N - 1).to(tl.int64) * K + own)
+    lower = matrix + (tl.minimum(n + 8, N - 1).to(tl.int64) * K + own)
+    band = upper.to(tl.pointer_type(tl.int32), bitcast=True), lower.to(tl.pointer_type(tl.int32), bitcast=True)
+    words = ()  # type: tuple[object, ...]
+    for i in tl.static_range(DEPTH):
+        words = words + _step(band, i * SPLIT * 64, (part + i * SPLIT) * 64 < K)
+    if AHEAD > 0:
+        n = row + lane
+        start = matrix + (n.to(tl.int64) * K + DEPTH * SPLIT * 64)
+        prefetch(start, AHEAD * 2, (part == 0) & (lane < 16) & (n < N))
+    return band, words
+
+
+@triton.jit
+def ended(
+    x, band, words, M, x_stride,
+    K: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """What is done after wait(): the products of x [M, K] and the bands, fp32 [8, their rows] for each of the GROUPS of
+    eight rows of x, one or two; beyond the last row that one again. The matrix is the right operand: the registers that
+    mma() takes of it are those that a load fills."""
+    STEPS: tl.constexpr = (K // 64 + SPLIT - 1) // SPLIT
+    thread = tl.arange(0, THREADS)
+    part, own = thread // 32 % SPLIT * 64, thread % 4 * 8
+    sources, v = (), ()  # type: tuple[object, ...], tuple[object, ...]
+    for j in tl.static_range(GROUPS):
+        m = tl.minimum(j * 8 + thread % 32 // 4, M - 1).to(tl.int64)
+        source = (x + (m * x_stride + part + own)).to(tl.pointer_type(tl.int32), bitcast=True)
+        sources = sources + (source,)
+        v = v + values(source, part < K, False) + values(source + 16, part < K, False)
+    sums = ()  # type: tuple[object, ...]
+    for _ in tl.static_range(8):
+        sums = sums + (tl.zeros((THREADS,), dtype=tl.float32),)
+    for i in tl.range(STEPS, loop_unroll_factor=DEPTH):
+        later = (i + DEPTH) * (SPLIT * 64)
+        following = _step(band, later, part + later < K)
+        later = (i + 1) * (SPLIT * 64)
+        coming = ()  # type: tuple[object, ...]
+        for j in tl.static_range(GROUPS):
+            source, inside = sources[j] + later // 2, part + later < K
+            coming = coming + values(source, inside, False) + values(source + 16, inside, False)
+        made = ()  # type: tuple[object, ...]
+        for half in tl.static_range(2):
+            c = sums[4 * half], sums[4 * half + 1], sums[4 * half + 2], sums[4 * half + 3]
+            for s in tl.static_range(4):
+                c = mma(
+                    c[0], c[1], c[2], c[3], v[2 * s], v[8 * (GROUPS - 1) + 2 * s],
+                    v[2 * s + 1], v[8 * (GROUPS - 1) + 2 * s + 1],
+                    words[8 * half + 2 * s], words[8 * half + 2 * s + 1],
+                )  # fmt: skip
+            made = made + c
+        sums, v, words = made, coming, words[16:] + following
+    totals = ()  # type: tuple[object, ...]
+    for j in tl.static_range(GROUPS):
+        both = tl.join(tl.join(sums[2 * j], sums[2 * j + 1]), tl.join(sums[2 * j + 4], sums[2 * j + 5]))
+        both = tl.sum(tl.reshape(both, (THREADS // 32 // SPLIT, SPLIT, 8, 4, 2, 2)), 1)  # bands, g, t, odd, half
+        totals = totals + (tl.reshape(tl.permute(both, (1, 0, 4, 2, 3)), (8, THREADS // 2 // SPLIT)),)
+    return totals
+
+
+@triton.jit
+def _few(
+    x, matrix, out, M, N, x_stride,
+    K: tl.constexpr, SQUARE: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr, DEPTH: tl.constexpr,
+    AHEAD: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """out[m, n] = sum_k x[m, k] W[n, k] of up to 8 GROUPS rows, in bfloat16; with SQUARE relu(.)^2."""
+    BANDS: tl.constexpr = THREADS // 32 // SPLIT
+    first = tl.program_id(0) * BANDS
+    band, words = begun(matrix, first, N, K, SPLIT, THREADS, DEPTH, AHEAD)
+    wait()
+    release()
+    totals = ended(x, band, words, M, x_stride, K, SPLIT, THREADS, DEPTH, GROUPS)
+    n = first * 16 + tl.arange(0, BANDS * 16)
+    for j in tl.static_range(GROUPS):
+        m = j * 8 + tl.arange(0, 8)
+        total = totals[j]
+        if SQUARE:
+            total = tl.maximum(total.to(out.dtype.element_ty).to(tl.float32), 0.0)
+            total *= total
+        inside = (m < M)[:, None] & (n < N)[None, :]
+        tl.store(out + m[:, None] * N + n[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _narrow(
     x, weight, out, partial, arrived, M, N, x_stride,
     K: tl.constexpr, SQUARE: tl.constexpr, SPLITS: tl.constexpr,
@@ -111,6 +225,29 @@ def _finish(acc, out, m, n, M, N, SQUARE: tl.constexpr):
         acc *= acc
     inside = (m < M)[:, None] & (n < N)[None, :]
     tl.store(out + m[:, None] * N + n[None, :], tl.trans(acc).to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How few() shares its work; see the top of the file. `split` divides `warps`; `early`: all of the matrix, as far
+    as it fits, is asked for before wait()."""
+
+    split: int
+    warps: int
+    depth: int = 3
+    early: bool = False
+
+    def arguments(self, k: int, programs: int) -> tuple[int, int, int, int]:
+        """SPLIT, THREADS, DEPTH and AHEAD of `programs` for K columns."""
+        rows, loaded = 16 * self.warps // self.split, self.depth * self.split * 64
+        columns = ahead(2 * k * rows, programs, self.warps) // (2 * rows)
+        return self.split, 32 * self.warps, self.depth, max(0, columns - loaded) // 8 * 8 if self.early else 0
+
+
+def cut_of(size: int, k: int) -> Cut:
+    """At least 1,100 warps, which is what it takes to keep the memory of an H200 busy, as far as K can be shared."""
+    split = next((split for split in (1, 2, 4) if size / 16 * split >= 1100), 8)
+    return Cut(split, max(4, split))
 
 
 def embed(tokens: Tensor, weight: Weight) -> Tensor:
@@ -165,7 +302,8 @@ def product(x: Tensor, matrix: Tensor, square: bool, dtype: torch.dtype) -> Tens
         else:
             out = torch.mm(rows, matrix.t(), out_dtype=dtype).view(*x.shape[:-1], size)
         return relu_squared(out) if square else out
-    made = vector(rows, matrix, square, dtype) if count == 1 else narrow(rows, matrix, square, dtype)
+    few_rows = few if readable(x, matrix) else narrow
+    made = vector(rows, matrix, square, dtype) if count == 1 else few_rows(rows, matrix, square, dtype)
     return made.view(*x.shape[:-1], size)
 
 
@@ -183,6 +321,30 @@ def vector(
     _vector[(triton.cdiv(size, block_n),)](
         x, matrix, out, size, k, square, block_n, block_k, num_warps=warps, **OPTIONS
     )
+    return out
+
+
+def readable(x: Tensor, matrix: Tensor) -> bool:
+    """Whether few() can read them: bfloat16, whole chunks of 64 columns."""
+    return x.dtype == matrix.dtype == torch.bfloat16 and matrix.shape[1] % 64 == 0
+
+
+def few(
+    x: Tensor,
+    matrix: Tensor,
+    square: bool = False,
+    dtype: torch.dtype | None = None,
+    shape: Cut | None = None,
+) -> Tensor:
+    """x [M, K], M up to 16, @ matrix [N, K]^T, both readable(), then relu^2 if `square`."""
+    x, count, (size, k) = packed.aligned(x), len(x), matrix.shape
+    cut = shape or cut_of(size, k)
+    out = torch.empty(count, size, dtype=dtype or x.dtype, device=x.device)
+    programs = triton.cdiv(size, 16 * cut.warps // cut.split)
+    _few[(programs,)](
+        x, matrix, out, count, size, x.stride(0),
+        k, square, *cut.arguments(k, programs), triton.cdiv(count, 8), num_warps=cut.warps, maxnreg=REGISTERS, **OPTIONS,
+    )  # fmt: skip
     return out
 
 
