@@ -115,9 +115,8 @@ def ended(
     x, band, words, M, x_stride,
     K: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """What is done after wait(): the products of x [M, K] and the bands, fp32 [8, their rows] for each of the GROUPS of
-    eight rows of x, one or two; beyond the last row that one again. The matrix is the right operand: the registers that
-    mma() takes of it are those that a load fills."""
+    """What is done after wait(): the products of x [M, K] and the bands, fp32 [8 GROUPS, their rows], one or two GROUPS;
+    beyond the last row that one again. The matrix is the right operand: what mma() takes of it is what a load fills."""
     STEPS: tl.constexpr = (K // 64 + SPLIT - 1) // SPLIT
     thread = tl.arange(0, THREADS)
     part, own = thread // 32 % SPLIT * 64, thread % 4 * 8
@@ -130,12 +129,10 @@ def ended(
     sums = ()  # type: tuple[object, ...]
     for _ in tl.static_range(8):
         sums = sums + (tl.zeros((THREADS,), dtype=tl.float32),)
-    for i in tl.range(STEPS, loop_unroll_factor=DEPTH):
-        later = (i + DEPTH) * (SPLIT * 64)
-        following = _step(band, later, part + later < K)
+    for i in tl.static_range(STEPS):
         later = (i + 1) * (SPLIT * 64)
         coming = ()  # type: tuple[object, ...]
-        for j in tl.static_range(GROUPS):
+        for j in tl.static_range(GROUPS if i + 1 < STEPS else 0):
             source, inside = sources[j] + later // 2, part + later < K
             coming = coming + values(source, inside, False) + values(source + 16, inside, False)
         made = ()  # type: tuple[object, ...]
@@ -148,13 +145,15 @@ def ended(
                     words[8 * half + 2 * s], words[8 * half + 2 * s + 1],
                 )  # fmt: skip
             made = made + c
-        sums, v, words = made, coming, words[16:] + following
-    totals = ()  # type: tuple[object, ...]
-    for j in tl.static_range(GROUPS):
-        both = tl.join(tl.join(sums[2 * j], sums[2 * j + 1]), tl.join(sums[2 * j + 4], sums[2 * j + 5]))
-        both = tl.sum(tl.reshape(both, (THREADS // 32 // SPLIT, SPLIT, 8, 4, 2, 2)), 1)  # bands, g, t, odd, half
-        totals = totals + (tl.reshape(tl.permute(both, (1, 0, 4, 2, 3)), (8, THREADS // 2 // SPLIT)),)
-    return totals
+        sums, v, words = made, coming, words[16:]
+        if i + DEPTH < STEPS:
+            later = (i + DEPTH) * (SPLIT * 64)
+            words = words + _step(band, later, part + later < K)
+    both = tl.join(tl.join(sums[0], sums[1]), tl.join(sums[4], sums[5]))
+    if GROUPS == 2:
+        both = tl.join(both, tl.join(tl.join(sums[2], sums[3]), tl.join(sums[6], sums[7])))
+    both = tl.sum(tl.reshape(both, (THREADS // 32 // SPLIT, SPLIT, 8, 4, 2, 2, GROUPS)), 1)  # band, g, t, odd, half
+    return tl.reshape(tl.permute(both, (5, 1, 0, 4, 2, 3)), (8 * GROUPS, THREADS // 2 // SPLIT))
 
 
 @triton.jit
@@ -169,16 +168,13 @@ def _few(
     band, words = begun(matrix, first, N, K, SPLIT, THREADS, DEPTH, AHEAD)
     wait()
     release()
-    totals = ended(x, band, words, M, x_stride, K, SPLIT, THREADS, DEPTH, GROUPS)
-    n = first * 16 + tl.arange(0, BANDS * 16)
-    for j in tl.static_range(GROUPS):
-        m = j * 8 + tl.arange(0, 8)
-        total = totals[j]
-        if SQUARE:
-            total = tl.maximum(total.to(out.dtype.element_ty).to(tl.float32), 0.0)
-            total *= total
-        inside = (m < M)[:, None] & (n < N)[None, :]
-        tl.store(out + m[:, None] * N + n[None, :], total.to(out.dtype.element_ty), mask=inside)
+    total = ended(x, band, words, M, x_stride, K, SPLIT, THREADS, DEPTH, GROUPS)
+    if SQUARE:
+        total = tl.maximum(total.to(out.dtype.element_ty).to(tl.float32), 0.0)
+        total *= total
+    m, n = tl.arange(0, 8 * GROUPS), first * 16 + tl.arange(0, BANDS * 16)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    tl.store(out + m[:, None] * N + n[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -234,18 +230,22 @@ class Cut:
 
     split: int
     warps: int
-    depth: int = 3
+    depth: int = 4
     early: bool = False
 
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix for each program."""
+        return 16 * self.warps // self.split
+
     def arguments(self, k: int, programs: int) -> tuple[int, int, int, int]:
-        """SPLIT, THREADS, DEPTH and AHEAD of `programs` for K columns."""
-        rows, loaded = 16 * self.warps // self.split, self.depth * self.split * 64
-        columns = ahead(2 * k * rows, programs, self.warps) // (2 * rows)
-        return self.split, 32 * self.warps, self.depth, max(0, columns - loaded) // 8 * 8 if self.early else 0
+        """SPLIT, THREADS, DEPTH and AHEAD of `programs` for matrices with k columns."""
+        asked = ahead(2 * k * self.rows, programs, self.warps) // (2 * self.rows) - self.depth * self.split * 64
+        return self.split, 32 * self.warps, self.depth, max(0, asked) // 8 * 8 if self.early else 0
 
 
-def cut_of(size: int, k: int) -> Cut:
-    """At least 1,100 warps, which is what it takes to keep the memory of an H200 busy, as far as K can be shared."""
+def cut_of(size: int) -> Cut:
+    """For `size` rows: at least 1,100 warps, enough to keep the memory of an H200 busy, as far as eight share a band."""
     split = next((split for split in (1, 2, 4) if size / 16 * split >= 1100), 8)
     return Cut(split, max(4, split))
 
@@ -324,9 +324,9 @@ def vector(
     return out
 
 
-def readable(x: Tensor, matrix: Tensor) -> bool:
-    """Whether few() can read them: bfloat16, whole chunks of 64 columns."""
-    return x.dtype == matrix.dtype == torch.bfloat16 and matrix.shape[1] % 64 == 0
+def readable(x: Tensor, *matrices: Tensor) -> bool:
+    """Whether few() takes them: all in bfloat16, columns in whole chunks of 64."""
+    return x.dtype == torch.bfloat16 and all(m.dtype == x.dtype and m.shape[1] % 64 == 0 for m in matrices)
 
 
 def few(
@@ -338,9 +338,9 @@ def few(
 ) -> Tensor:
     """x [M, K], M up to 16, @ matrix [N, K]^T, both readable(), then relu^2 if `square`."""
     x, count, (size, k) = packed.aligned(x), len(x), matrix.shape
-    cut = shape or cut_of(size, k)
+    cut = shape or cut_of(size)
     out = torch.empty(count, size, dtype=dtype or x.dtype, device=x.device)
-    programs = triton.cdiv(size, 16 * cut.warps // cut.split)
+    programs = triton.cdiv(size, cut.rows)
     _few[(programs,)](
         x, matrix, out, count, size, x.stride(0),
         k, square, *cut.arguments(k, programs), triton.cdiv(count, 8), num_warps=cut.warps, maxnreg=REGISTERS, **OPTIONS,
