@@ -35,6 +35,7 @@ DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF, F32, F16, E4M3 = torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn
 TYPES = {BF: "bf16", F32: "fp32", F16: "fp16", E4M3: "fp8e4nv", torch.int32: "i32", torch.int64: "i64",
          torch.uint8: "u8"}  # fmt: skip
+CUTS = ((4, 4, 4), (8, 8, 5), (8, 8, 4, True))  # of products of few rows
 SEEN: set[str] = set()
 BAD: list[str] = []
 LABEL = ""
@@ -139,8 +140,9 @@ def mamba() -> None:
 def attend() -> None:
     for dtype in (BF, E4M3):
         cache = empty(2, 200, 16, 2, 128, dtype=dtype)
-        x, matrices = empty(1, 2688), [weight(size, 2688) for size in (4096, 256, 256)]
-        under("qkv", qkv.qkv_write, x, *matrices, cache, rows([1]), 0.5, 0.5)
+        matrices = [weight(size, 2688) for size in (4096, 256, 256)]
+        for lens in ([1], [1, 1], [1] * 8, [4, 1, 3], [1] * 16, [4] * 4):
+            under(f"qkv {lens}", qkv.qkv_write, empty(sum(lens), 2688), *matrices, cache, rows(lens), 0.5, 0.5)
         for lens in ([1], [1] * 64, [4], [8] * 4, [700]):
             batch, tokens, label = rows(lens), sum(lens), f"attention {lens[0]} x {len(lens)}"
             k = empty(tokens, 2, 128)
@@ -160,6 +162,10 @@ def products() -> None:
             )
             if count <= linear.NARROW_ROWS:
                 under(f"{count} x {size}", linear.linear, x, in_sixteen)
+                for shape in CUTS if count > 1 else ():
+                    under(f"{count} x {size} {shape}", linear.few, x, in_sixteen.dense(), True, F32, linear.Cut(*shape))
+                if count > 1:
+                    under(f"{count} x {size}, shared memory", linear.narrow, x, in_sixteen.dense())
             under(f"{count} x {size} fp8", linear.linear_fp8, x, in_eight)
             under(f"{count} x {size} nvfp4", nvfp4.linear_nvfp4, x, in_four, F32)
             if count == 1:

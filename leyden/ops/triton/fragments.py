@@ -26,8 +26,8 @@ from leyden.ops.triton.launch import INTERPRETED
 _WEIGHTS = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
 )
-# Numbers of 16 bits that are nowhere must be zeros. Zeroing also ends a register's life before, where a load that may not
-# happen would go on with it; and a load without .nc stays before wait(), behind which ptxas 12.8 moves the others.
+# Numbers of 16 bits that are nowhere must be zeros. Zeroing also ends the life that a register had before, with which a
+# load that may not happen goes on. A load without .nc stays before wait(); ptxas 12.8 moves the others behind it.
 _STREAMED = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
     " @p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"

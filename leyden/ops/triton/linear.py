@@ -27,7 +27,7 @@ from leyden.ops.triton.launch import OPTIONS, ahead, arrive, counters, prefetch,
 
 FP8_ROWS = 256  # up to here FP8 matrices are read as they are
 NARROW_ROWS = 16  # up to here _few or _narrow; cuBLAS is faster from 32 on
-REGISTERS = 128
+REGISTERS = 128  # of a thread of _few: 16 warps fit on a multiprocessor
 
 
 @triton.jit
@@ -115,8 +115,10 @@ def ended(
     x, band, words, M, x_stride,
     K: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """What is done after wait(): the products of x [M, K] and the bands, fp32 [8 GROUPS, their rows], one or two GROUPS;
-    beyond the last row that one again. The matrix is the right operand: what mma() takes of it is what a load fills."""
+    """What is done after wait(): the products of x [M, K] and the bands, fp32 [8 GROUPS, their rows], GROUPS 1 or 2;
+    beyond the last row of x that one again. The matrix is the right operand: mma() takes of it what a load has filled,
+    register by register. The loop is unrolled as a whole, or ptxas lets the loads of several steps wait for the last.
+    """
     STEPS: tl.constexpr = (K // 64 + SPLIT - 1) // SPLIT
     thread = tl.arange(0, THREADS)
     part, own = thread // 32 % SPLIT * 64, thread % 4 * 8
@@ -245,7 +247,7 @@ class Cut:
 
 
 def cut_of(size: int) -> Cut:
-    """For `size` rows: at least 1,100 warps, enough to keep the memory of an H200 busy, as far as eight share a band."""
+    """For `size` rows: at least 1,100 warps, as the memory of an H200 needs them, unless more than 8 had to share."""
     split = next((split for split in (1, 2, 4) if size / 16 * split >= 1100), 8)
     return Cut(split, max(4, split))
 
@@ -343,7 +345,8 @@ def few(
     programs = triton.cdiv(size, cut.rows)
     _few[(programs,)](
         x, matrix, out, count, size, x.stride(0),
-        k, square, *cut.arguments(k, programs), triton.cdiv(count, 8), num_warps=cut.warps, maxnreg=REGISTERS, **OPTIONS,
+        k, square, *cut.arguments(k, programs), triton.cdiv(count, 8),
+        num_warps=cut.warps, maxnreg=REGISTERS, **OPTIONS,
     )  # fmt: skip
     return out
 
