@@ -142,7 +142,8 @@ def attend() -> None:
         cache = empty(2, 200, 16, 2, 128, dtype=dtype)
         matrices = [weight(size, 2688) for size in (4096, 256, 256)]
         for lens in ([1], [1, 1], [1] * 8, [4, 1, 3], [1] * 16, [4] * 4):
-            under(f"qkv {lens}", qkv.qkv_write, empty(sum(lens), 2688), *matrices, cache, rows(lens), 0.5, 0.5)
+            x, label = empty(sum(lens), 2688), f"qkv {sum(lens)} in {len(lens)}"
+            under(label, qkv.qkv_write, x, *matrices, cache, rows(lens), 0.5, 0.5)
         for lens in ([1], [1] * 64, [4], [8] * 4, [700]):
             batch, tokens, label = rows(lens), sum(lens), f"attention {lens[0]} x {len(lens)}"
             k = empty(tokens, 2, 128)
