@@ -10,6 +10,7 @@ sums meet in shared memory, so no program waits for another. The rows of x come 
 multiprocessor.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,10 +43,11 @@ def _embed(tokens, weight, out, H: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _vector(
-    x, weight, out, N,
+    x, weight, to, out, N,
     K: tl.constexpr, SQUARE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = sum_k x[k] W[n, k]; with SQUARE relu(.)^2. The next tile of W is always on its way."""
+    """out[n] = sum_k x[k] W[n, k]; with SQUARE relu(.)^2, with `to` plus to[n]. The next tile of W is always on its
+    way."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     tile = weight + n.to(tl.int64)[:, None] * K + k[None, :]
@@ -63,6 +65,8 @@ def _vector(
     if SQUARE:
         total = tl.maximum(total.to(out.dtype.element_ty).to(tl.float32), 0.0)
         total *= total
+    if to is not None:
+        total += tl.load(to + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out + n, total.to(out.dtype.element_ty), mask=n < N)
 
 
@@ -160,11 +164,11 @@ def ended(
 
 @triton.jit
 def _few(
-    x, matrix, out, M, N, x_stride,
+    x, matrix, to, out, M, N, x_stride, to_stride,
     K: tl.constexpr, SQUARE: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr, DEPTH: tl.constexpr,
     AHEAD: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """out[m, n] = sum_k x[m, k] W[n, k] of up to 8 GROUPS rows, in bfloat16; with SQUARE relu(.)^2."""
+    """out[m, n] = sum_k x[m, k] W[n, k] of up to 8 GROUPS rows, in bfloat16; SQUARE and `to` as in _vector."""
     BANDS: tl.constexpr = THREADS // 32 // SPLIT
     first = tl.program_id(0) * BANDS
     band, words = begun(matrix, first, N, K, SPLIT, THREADS, DEPTH, AHEAD)
@@ -176,12 +180,14 @@ def _few(
         total *= total
     m, n = tl.arange(0, 8 * GROUPS), first * 16 + tl.arange(0, BANDS * 16)
     inside = (m < M)[:, None] & (n < N)[None, :]
+    if to is not None:
+        total += tl.load(to + m[:, None] * to_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
     tl.store(out + m[:, None] * N + n[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _narrow(
-    x, weight, out, partial, arrived, M, N, x_stride,
+    x, weight, to, out, partial, arrived, M, N, x_stride, to_stride,
     K: tl.constexpr, SQUARE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -211,18 +217,21 @@ def _narrow(
             acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
             for part in tl.static_range(SPLITS):
                 acc += tl.load(partial + part * N * BLOCK_M + cell, mask=every, other=0.0, cache_modifier=".cg")
-            _finish(acc, out, m, n, M, N, SQUARE)
+            _finish(acc, to, out, m, n, M, N, to_stride, SQUARE)
     else:
-        _finish(acc, out, m, n, M, N, SQUARE)
+        _finish(acc, to, out, m, n, M, N, to_stride, SQUARE)
 
 
 @triton.jit
-def _finish(acc, out, m, n, M, N, SQUARE: tl.constexpr):
+def _finish(acc, to, out, m, n, M, N, to_stride, SQUARE: tl.constexpr):
     if SQUARE:
         acc = tl.maximum(acc.to(out.dtype.element_ty).to(tl.float32), 0.0)
         acc *= acc
     inside = (m < M)[:, None] & (n < N)[None, :]
-    tl.store(out + m[:, None] * N + n[None, :], tl.trans(acc).to(out.dtype.element_ty), mask=inside)
+    total = tl.trans(acc)
+    if to is not None:
+        total += tl.load(to + m[:, None] * to_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + m[:, None] * N + n[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -254,7 +263,7 @@ def cut_of(size: int) -> Cut:
 
 def embed(tokens: Tensor, weight: Weight) -> Tensor:
     """See ops.embed."""
-    matrix = weight.dense()
+    matrix, tokens = weight.dense(), tokens.contiguous()
     size = matrix.shape[1]
     out = torch.empty(*tokens.shape, size, dtype=matrix.dtype, device=tokens.device)
     if tokens.numel():
@@ -289,6 +298,11 @@ def add_norm_linear_fp8(x: Tensor, residual: Tensor, norm: Tensor, eps: float, w
     return packed.add_norm_linear(x, residual, norm, eps, weight)
 
 
+def add_linear(x: Tensor, weight: Weight, to: Tensor) -> Tensor:
+    """See ops.add_linear."""
+    return add_product(x, weight.dense(), to)
+
+
 def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
     """See ops.mlp."""
     return product(product(x, up.dense(), True, x.dtype), down.dense(), False, x.dtype)
@@ -297,16 +311,30 @@ def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
 def product(x: Tensor, matrix: Tensor, square: bool, dtype: torch.dtype) -> Tensor:
     """x [..., K] @ matrix [N, K]^T in `dtype`, then relu^2 if `square`."""
     rows = x.flatten(0, -2)
-    count, size = len(rows), matrix.shape[0]
-    if count == 0 or count > NARROW_ROWS or rows.stride(1) != 1 or not matrix.is_contiguous():
+    size = matrix.shape[0]
+    if not _ours(rows, matrix):
         if dtype == x.dtype or not x.is_cuda:
             out = F.linear(x, matrix).to(dtype)
         else:
             out = torch.mm(rows, matrix.t(), out_dtype=dtype).view(*x.shape[:-1], size)
         return relu_squared(out) if square else out
-    few_rows = few if readable(x, matrix) else narrow
-    made = vector(rows, matrix, square, dtype) if count == 1 else few_rows(rows, matrix, square, dtype)
-    return made.view(*x.shape[:-1], size)
+    return _chosen(rows, matrix)(rows, matrix, square, dtype).view(*x.shape[:-1], size)
+
+
+def add_product(x: Tensor, matrix: Tensor, to: Tensor) -> Tensor:
+    """to + x [M, K] @ matrix [N, K]^T in the dtype of to [M, N]."""
+    if not _ours(x, matrix) or to.stride(1) != 1:
+        return to + product(x, matrix, False, to.dtype)
+    return _chosen(x, matrix)(x, matrix, dtype=to.dtype, to=to)
+
+
+def _ours(x: Tensor, matrix: Tensor) -> bool:
+    """Whether the kernels of this file multiply them."""
+    return 0 < len(x) <= NARROW_ROWS and x.stride(1) == 1 and matrix.is_contiguous()
+
+
+def _chosen(x: Tensor, matrix: Tensor) -> Callable[..., Tensor]:
+    return vector if len(x) == 1 else few if readable(x, matrix) else narrow
 
 
 def vector(
@@ -315,13 +343,14 @@ def vector(
     square: bool = False,
     dtype: torch.dtype | None = None,
     shape: tuple[int, int, int] = (4, 2048, 8),
+    to: Tensor | None = None,
 ) -> Tensor:
-    """x [1, K] @ matrix [N, K]^T, then relu^2 if `square`; shape: the tile, and its warps."""
+    """x [1, K] @ matrix [N, K]^T, then relu^2 if `square` or + `to` [1, N]; shape: the tile, and its warps."""
     size, k = matrix.shape
     block_n, block_k, warps = shape
     out = torch.empty(1, size, dtype=dtype or x.dtype, device=x.device)
     _vector[(triton.cdiv(size, block_n),)](
-        x, matrix, out, size, k, square, block_n, block_k, num_warps=warps, **OPTIONS
+        x, matrix, to, out, size, k, square, block_n, block_k, num_warps=warps, **OPTIONS
     )
     return out
 
@@ -337,14 +366,15 @@ def few(
     square: bool = False,
     dtype: torch.dtype | None = None,
     shape: Cut | None = None,
+    to: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K], M up to 16, @ matrix [N, K]^T, both readable(), then relu^2 if `square`."""
+    """x [M, K], M up to 16, @ matrix [N, K]^T, both readable(), then relu^2 if `square` or + `to` [M, N]."""
     x, count, (size, k) = packed.aligned(x), len(x), matrix.shape
     cut = shape or cut_of(size)
     out = torch.empty(count, size, dtype=dtype or x.dtype, device=x.device)
     programs = triton.cdiv(size, cut.rows)
     _few[(programs,)](
-        x, matrix, out, count, size, x.stride(0),
+        x, matrix, to, out, count, size, x.stride(0), 0 if to is None else to.stride(0),
         k, square, *cut.arguments(k, programs), triton.cdiv(count, 8),
         num_warps=cut.warps, maxnreg=REGISTERS, **OPTIONS,
     )  # fmt: skip
@@ -357,8 +387,10 @@ def narrow(
     square: bool = False,
     dtype: torch.dtype | None = None,
     shape: tuple[int, int, int, int, int] | None = None,
+    to: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K], M small, @ matrix [N, K]^T, then relu^2 if `square`; shape: tile, splits, stages, warps."""
+    """x [M, K], M small, @ matrix [N, K]^T, then relu^2 if `square` or + `to` [M, N], whose rows may be apart; shape:
+    tile, splits, stages, warps."""
     count, (size, k) = len(x), matrix.shape
     block_n, block_k, splits, stages, warps = shape or _narrow_shape(size, k)
     block_m = max(16, triton.next_power_of_2(count))
@@ -366,7 +398,8 @@ def narrow(
     out = torch.empty(count, size, dtype=dtype or x.dtype, device=x.device)
     partial = torch.empty(splits, size, block_m, dtype=torch.float32, device=x.device) if splits > 1 else out
     _narrow[(tiles, splits)](
-        x, matrix, out, partial, counters(x.device, tiles), count, size, x.stride(0),
+        x, matrix, to, out, partial, counters(x.device, tiles), count, size, x.stride(0),
+        to.stride(0) if to is not None else 0,
         k, square, splits, block_m, block_n, block_k, stages, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return out

@@ -99,7 +99,10 @@ def test_products_in_bfloat16(draw, count: int, split: int, warps: int, depth: i
     )
     wanted = reference_linear.linear(x.float(), weight(matrix.float()))
     close(linear.few(x, matrix, True, torch.float32, cut), wanted.relu().square(), atol=1e-4)
+    to = draw(count, 80)[:, 16:56].bfloat16()
+    close(linear.few(x, matrix, False, torch.float32, cut, to), wanted + to)
     # the interpreter does not round to nearest
+    close(linear.add_linear(x, weight(matrix), to).float(), wanted + to, rtol=2**-7)
     close(linear.linear(x, weight(matrix)).float(), wanted, rtol=2**-7)
 
 
@@ -285,7 +288,7 @@ def test_guesses(draw, device: str, dtype: torch.dtype):
     ("dtype", "activations", "period", "shape"),
     [
         (torch.float32, torch.float32, 4, None),
-        (torch.float16, torch.float32, 16, (8, 4, 128)),
+        (torch.float16, torch.float32, 16, (1, 8, 2, 4, 128)),
         (torch.float16, torch.float16, 16, None),
     ],
 )
