@@ -18,6 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf, prod
 from pathlib import Path
@@ -45,7 +46,7 @@ from leyden.model.eight import round_above
 from leyden.ops import eight as products
 from leyden.ops.reference import eight as exactly
 from leyden.ops.rows import Rows
-from leyden.ops.triton import attention, conv, eight, grouped, launch, linear, moe, nvfp4, packed, scan, ssm
+from leyden.ops.triton import attention, conv, eight, grouped, launch, linear, moe, nvfp4, packed, qkv, scan, ssm
 from leyden.ops.triton import wide as codes
 
 CONFIG = ModelConfig(
@@ -1592,6 +1593,113 @@ def before_attention() -> Any:
     return module
 
 
+def check_narrow() -> None:
+    for size, k in ((PROJECTED, H), (H, INNER), (H, SHARED)):
+        matrix, cut = randn(size, k, scale=0.02), linear.cut_of(size)
+        cuts = cut, replace(cut, early=True), linear.Cut(4, 8, 3)
+        for count in (2, 5, 8, 9, 16):
+            x = randn(count, k + 64)[:, 64:]
+            wanted = x.double() @ matrix.double().t()
+            exact = linear.few(x, matrix, dtype=torch.float32)
+            verdict(f"few {count} x {size}", error(linear.few(x, matrix), wanted), 4e-3)
+            verdict("  to fp32", error(exact, wanted), 1e-5)
+            if k == SHARED:
+                verdict("  relu^2", error(linear.few(x, matrix, True), wanted.clamp(min=0).square()), 1e-2)
+            again = [linear.few(x, matrix, False, torch.float32, one) for one in cuts * 2]
+            verdict("  other cuts", max(error(one, wanted) for one in again), 1e-5)
+            verdict(
+                "  the same bits", float(not all(torch.equal(exact, one) for one in (again[0], again[1], again[3]))), 0
+            )
+        x = randn(5, k + 1)[:, 1:]
+        verdict(f"few, rows not aligned, {size}", error(linear.few(x, matrix), x.double() @ matrix.double().t()), 4e-3)
+    matrices = [stored(randn(size, H, scale=0.02)) for size in (QUERIES, KEYS, KEYS)]
+    cases = ([1, 4], [1] * 8, [4, 1, 3], [4] * 4), ([1] * 8, [4, 5], [1] * 16)
+    for dtype, bound, each_lens in ((BF, 4e-3, cases[0]), (torch.float8_e4m3fn, 3e-2, cases[1])):
+        for lens in each_lens:
+            batch, x = rows([1000 - 7 * i for i in range(len(lens))], lens), randn(sum(lens), H)
+            empty = torch.zeros(2, len(lens) * 72 + 1, 16, *KV, device="cuda").to(dtype)
+            cache, twice, other = empty.clone(), empty.clone(), empty.clone()
+            got, again = (qkv.qkv_write(x, *matrices, one, batch, 0.5, 0.25) for one in (cache, twice))
+            with ops.using("reference"):
+                wanted = ops.qkv_write(x.float(), *map(wide, matrices), other, batch, 0.5, 0.25)
+            verdict(f"qkv_write {lens} {dtype}", error(got, wanted), 4e-3)
+            for part, what in enumerate(("keys", "values")):
+                verdict(f"  {what}", error(cache[part], other[part]), bound)
+            same = torch.equal(got, again) and torch.equal(cache.view(torch.uint8), twice.view(torch.uint8))
+            verdict("  the same bits", float(not same), 0)
+
+
+def few_rows(name: str, count: int, size: int, k: int, cuts: Sequence[tuple[int, int, int]]) -> None:
+    """One product by _narrow, cuBLAS and _few in several cuts, in turns. A norm comes before each, as in a step, or
+    attention over 1,024 tokens; both in the figure, what comes before by itself as "nothing"."""
+    turns = range(2 if size == VOCABULARY else 14)
+    x, gain, matrices = randn(count, k), randn(k), [randn(size, k, scale=0.02) for _ in turns]
+    batch, caches = rows([1000] * count), [randn(2, count * 72 + 1, 16, *KV) for _ in range(6)]
+    shapes = [linear.Cut(*cut) for cut in cuts]
+    shapes.append(replace(shapes[0], early=True))
+
+    def before(i: int) -> Tensor:
+        if name.endswith("attention"):
+            return attention.attention(x.view(count, *Q), caches[i % 6], batch).flatten(1)
+        return ops.add_rms_norm(x, x, gain, 1e-5)[0]
+
+    def old(x: Tensor, i: int) -> None:
+        if name != "qkv":
+            linear.narrow(x, matrices[i])
+            return
+        _, keys, values = (linear.narrow(x, one.dense()).unflatten(1, (-1, KV[1])) for one in threes[i])
+        attention.kv_write(keys, values, caches[i % 6], batch)
+
+    def new(x: Tensor, i: int, shape: linear.Cut) -> None:
+        if name == "qkv":
+            qkv.qkv_write(x, *threes[i], caches[i % 6], batch, cut=shape)
+        else:
+            linear.few(x, matrices[i], shape=shape)
+
+    cut_as = [QUERIES, KEYS, KEYS] if name == "qkv" else [size]
+    threes: list[Any] = [[stored(part) for part in one.split(cut_as)] for one in matrices]
+    ways: dict[str, Callable[[Tensor, int], object]] = {"nothing": lambda x, i: None, "old": old}
+    ways["cuBLAS"] = lambda x, i: torch.nn.functional.linear(x, matrices[i])
+    for shape in shapes:
+        label = f"{shape.split} {shape.warps} {shape.depth}" + " early" * shape.early
+        ways[label] = partial(new, shape=shape)
+
+    def run(way: Callable[[Tensor, int], object]) -> None:
+        for i in turns:
+            way(before(i), i)
+
+    made = [graph(partial(run, way)) for way in ways.values()]
+    times: list[list[float]] = [[] for _ in ways]
+    for _ in range(5):
+        for one, seen in zip(made, times, strict=True):
+            seen.append(replay(one, 1, 5, 1) * 1e3 / len(turns))
+    us = sorted((sorted(seen)[2], way) for way, seen in zip(ways, times, strict=True))
+    floor = size * k * 2 / READ * 1e6
+    say(f"  {name} M={count} (bytes {floor:.1f}): " + ", ".join(f"{way} {took:.2f}" for took, way in us))
+    record(f"few rows {name} M={count}", us)
+
+
+def narrow(seconds: float = 46) -> None:
+    """Products of 2 to 16 rows in BF16: against fp64, then the figures of few_rows()."""
+    ended = time.monotonic() + seconds
+    check_narrow()
+    products = {
+        "out_proj": (H, INNER, [(8, 8, 4), (8, 8, 3), (8, 8, 5), (4, 4, 4), (8, 16, 4)]),
+        "in_proj": (PROJECTED, H, [(2, 4, 4), (2, 4, 3), (4, 4, 4), (4, 8, 4), (1, 4, 5), (2, 8, 4)]),
+        "qkv": (QUERIES + 2 * KEYS, H, [(4, 4, 4), (4, 4, 3), (8, 8, 4), (2, 4, 4)]),
+        "out_proj after attention": (H, INNER, [(8, 8, 4), (8, 8, 3), (4, 4, 4)]),
+        "head": (VOCABULARY, H, [(1, 4, 4), (1, 4, 3), (2, 4, 4), (1, 8, 4)]),
+        "shared up": (SHARED, H, [(8, 8, 4), (4, 4, 4), (8, 8, 3)]),
+        "shared down": (H, SHARED, [(8, 8, 4), (4, 4, 4)]),
+    }
+    for count in (8, 16, 4, 2):
+        for name, (size, k, cuts) in products.items():
+            if time.monotonic() > ended:
+                say("  no time for the rest")
+                return
+            few_rows(name, count, size, k, cuts)
+
+
 def time_attention() -> None:
     """A layer (q, k, v; attention; o), which finds nothing in L2, and attention alone, which finds short caches: chains
     of six, in turns with other cuts: (keys of a tile, stages, warps), the most programs for a row."""
@@ -1674,7 +1782,7 @@ SECTIONS = {
     "halves": (halves, 60), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 60),
     "engine": (engine, 80), "guesses": (guesses, 30), "sample": (time_sample, 30),
     "mamba": (time_mamba, 80), "moe": (time_moe, 100), "linear": (time_linear, 80), "pdl": (without_pdl, 30),
-    "small": (time_small, 40), "attention": (time_attention, 100), "long": (time_long, 40),
+    "small": (time_small, 40), "narrow": (narrow, 50), "attention": (time_attention, 100), "long": (time_long, 40),
     "four": (four, 160), "tune": (tune, 150),
     "wide": (time_wide, 90), "ahead": (ahead, 240), "prefill8": (prefill_eight, 120),
     "speculation": (speculate, 150),

@@ -37,6 +37,7 @@ DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF, F32, F16, E4M3 = torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn
 TYPES = {BF: "bf16", F32: "fp32", F16: "fp16", E4M3: "fp8e4nv", torch.int32: "i32", torch.int64: "i64",
          torch.uint8: "u8"}  # fmt: skip
+CUTS = ((4, 4, 4), (8, 8, 5), (8, 8, 4, True))  # of products of few rows
 WIDE = (  # what section `wide` of check_and_time.py times beside the chosen
     wide.GATHERED_FEW, (1, 128, 128, 4, 8), (2, 128, 128, 4, 8), (2, 64, 128, 4, 4), (1, 256, 128, 4, 8),
     (2, 64, 128, 4, 8),
@@ -193,8 +194,10 @@ def mamba() -> None:
 def attend() -> None:
     for dtype in (BF, E4M3):
         cache = empty(2, 200, 16, 2, 128, dtype=dtype)
-        x, matrices = empty(1, 2688), [weight(size, 2688) for size in (4096, 256, 256)]
-        under("qkv", qkv.qkv_write, x, *matrices, cache, rows([1]), 0.5, 0.5)
+        matrices = [weight(size, 2688) for size in (4096, 256, 256)]
+        for lens in ([1], [1, 1], [1] * 8, [4, 1, 3], [1] * 16, [4] * 4):
+            x, label = empty(sum(lens), 2688), f"qkv {sum(lens)} in {len(lens)}"
+            under(label, qkv.qkv_write, x, *matrices, cache, rows(lens), 0.5, 0.5)
         for lens, per in (
             ([1], 72), ([1], 2048), ([1] * 8, 72), ([1] * 64, 72), ([1] * 256, 72), ([2], 2048), ([4], 2048),
             ([8], 2048), ([8] * 4, 72), ([700], 72),
@@ -217,6 +220,10 @@ def products() -> None:
             )
             if count <= linear.NARROW_ROWS:
                 under(f"{count} x {size}", linear.linear, x, in_sixteen)
+                for shape in CUTS if count > 1 else ():
+                    under(f"{count} x {size} {shape}", linear.few, x, in_sixteen.dense(), True, F32, linear.Cut(*shape))
+                if count > 1:
+                    under(f"{count} x {size}, shared memory", linear.narrow, x, in_sixteen.dense())
             under(f"{count} x {size} fp8", linear.linear_fp8, x, in_eight)
             under(f"{count} x {size} nvfp4", nvfp4.linear_nvfp4, x, in_four, F32)
             if count == 1:

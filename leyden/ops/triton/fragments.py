@@ -26,6 +26,12 @@ from leyden.ops.triton.launch import INTERPRETED
 _WEIGHTS = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
 )
+# Numbers of 16 bits that are nowhere must be zeros. Zeroing also ends the life that a register had before, with which a
+# load that may not happen goes on. A load without .nc stays before wait(); ptxas 12.8 moves the others behind it.
+_STREAMED = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+    " @p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+)
 _VALUES = tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
 _VALUES_OR_ZEROS = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
@@ -70,6 +76,18 @@ def weights(pointer, inside):
         )  # fmt: skip
     else:
         return _quad(pointer, inside, 0x12345678)
+
+
+@triton.jit
+def streamed(pointer, inside):
+    """The four words at `pointer`, which are read once; where not `inside` they are zeros."""
+    if not INTERPRETED:
+        return tl.inline_asm_elementwise(
+            _STREAMED, "=r,=r,=r,=r,l,r", [pointer.to(tl.int64), inside.to(tl.int32)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return _quad(pointer, inside, 0)
 
 
 @triton.jit

@@ -1,4 +1,7 @@
-"""Queries, keys and values of one token in one launch: three small matrices read as one."""
+"""Queries, keys and values of up to 16 tokens in one launch: three small matrices read as one.
+
+One token as linear._vector does it, more as linear._few; what those do not take is done by several launches.
+"""
 
 import torch
 import triton
@@ -8,8 +11,10 @@ from torch import Tensor
 from leyden.formats import Weight
 from leyden.ops import fused
 from leyden.ops.rows import Rows
+from leyden.ops.triton import packed
 from leyden.ops.triton.attention import narrowed
 from leyden.ops.triton.launch import OPTIONS, release, wait
+from leyden.ops.triton.linear import NARROW_ROWS, REGISTERS, Cut, begun, cut_of, ended, readable
 
 
 @triton.jit
@@ -48,20 +53,67 @@ def _qkv(
         tl.store(cache + cell, narrowed(total, scale, cache.dtype.element_ty, MOST), mask=in_n)
 
 
+@triton.jit
+def _few(
+    x, q, k, v, out, cache, starts, past, pages, R, M, x_stride, half, pages_stride, k_scale, v_scale,
+    K: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr,
+    SPLIT: tl.constexpr, THREADS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """linear._few over SIZE rows of q, then WIDTH of k and of v, for M tokens of R sequences."""
+    BANDS: tl.constexpr = THREADS // 32 // SPLIT
+    IN_Q: tl.constexpr = (SIZE + 16 * BANDS - 1) // (16 * BANDS)
+    EACH: tl.constexpr = (WIDTH + 16 * BANDS - 1) // (16 * BANDS)
+    pid = tl.program_id(0)
+    is_q, is_k = pid < IN_Q, pid < IN_Q + EACH
+    first = tl.where(is_q, pid, (pid - IN_Q) % EACH) * BANDS
+    matrix, size = tl.where(is_q, q, tl.where(is_k, k, v)), tl.where(is_q, SIZE, WIDTH)
+    band, words = begun(matrix, first, size, K, SPLIT, THREADS, DEPTH, AHEAD)
+    m, n = tl.arange(0, 8 * GROUPS), first * 16 + tl.arange(0, BANDS * 16)
+    r = tl.arange(0, BLOCK_R)
+    ends = tl.load(starts + 1 + r, mask=r < R, other=2147483647)
+    row = tl.sum((ends[None, :] <= m[:, None]).to(tl.int32), 1)
+    position = m - tl.load(starts + row, mask=m < M, other=0) + tl.load(past + row, mask=m < M, other=0)
+    page = tl.load(pages + row.to(tl.int64) * pages_stride + position // PAGE, mask=m < M, other=0).to(tl.int64)
+    wait()
+    release()
+    total = ended(x, band, words, M, x_stride, K, SPLIT, THREADS, DEPTH, GROUPS).to(out.dtype.element_ty)
+    inside = (m < M)[:, None] & (n < size)[None, :]
+    if is_q:
+        tl.store(out + m[:, None] * SIZE + n[None, :], total, mask=inside)
+    else:
+        cell = tl.where(is_k, 0, half) + (page * PAGE + position % PAGE)[:, None] * WIDTH + n[None, :]
+        scale = tl.where(is_k, k_scale, v_scale)
+        tl.store(cache + cell, narrowed(total, scale, cache.dtype.element_ty, MOST), mask=inside)
+
+
 def qkv_write(
     x: Tensor, q: Weight, k: Weight, v: Weight, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scale: float = 1.0,
-    shape: tuple[int, int, int] = (4, 2048, 8),
+    shape: tuple[int, int, int] = (4, 2048, 8), cut: Cut | None = None,
 ) -> Tensor:  # fmt: skip
-    """See ops.qkv_write. shape: the tile, and its warps."""
-    matrices = q.dense(), k.dense(), v.dense()
-    if len(x) != 1 or x.stride(1) != 1 or not all(matrix.is_contiguous() for matrix in matrices):
+    """See ops.qkv_write. shape: the tile of one token, and its warps; cut: the share of a warp for more."""
+    matrices, count = (q.dense(), k.dense(), v.dense()), len(x)
+    few = 1 < count <= NARROW_ROWS and readable(x, *matrices)
+    if not (few or count == 1) or x.stride(1) != 1 or not all(matrix.is_contiguous() for matrix in matrices):
         return fused.qkv_write(x, q, k, v, cache, rows, k_scale, v_scale)
     assert rows.pages is not None and cache[0].is_contiguous()
-    (size, inner), width, (block_n, block_k, warps) = matrices[0].shape, len(matrices[1]), shape
+    (size, inner), width, page = matrices[0].shape, len(matrices[1]), cache.shape[2]
     most = torch.finfo(cache.dtype).max if cache.dtype.itemsize == 1 else 0.0
-    out = torch.empty(1, size, dtype=x.dtype, device=x.device)
-    _qkv[(triton.cdiv(size, block_n) + 2 * triton.cdiv(width, block_n),)](
-        x, *matrices, out, cache, rows.past, rows.pages, cache.stride(0), k_scale, v_scale,
-        inner, size, width, cache.shape[2], most, block_n, block_k, num_warps=warps, **OPTIONS,
-    )  # fmt: skip
-    return out.view(1, -1, cache.shape[-1])
+    out = torch.empty(count, size, dtype=x.dtype, device=x.device)
+    if few:
+        x, number, cut = packed.aligned(x), len(rows.lens), cut or cut_of(size + 2 * width)
+        programs = triton.cdiv(size, cut.rows) + 2 * triton.cdiv(width, cut.rows)
+        _few[(programs,)](
+            x, *matrices, out, cache, rows.starts, rows.past, rows.pages, number, count,
+            x.stride(0), cache.stride(0), rows.pages.stride(0), k_scale, v_scale,
+            inner, size, width, page, most, *cut.arguments(inner, programs),
+            triton.cdiv(count, 8), triton.next_power_of_2(number),
+            num_warps=cut.warps, maxnreg=REGISTERS, **OPTIONS,
+        )  # fmt: skip
+    else:
+        block_n, block_k, warps = shape
+        _qkv[(triton.cdiv(size, block_n) + 2 * triton.cdiv(width, block_n),)](
+            x, *matrices, out, cache, rows.past, rows.pages, cache.stride(0), k_scale, v_scale,
+            inner, size, width, page, most, block_n, block_k, num_warps=warps, **OPTIONS,
+        )  # fmt: skip
+    return out.view(count, -1, cache.shape[-1])

@@ -87,6 +87,31 @@ def test_products(draw, count: int, square: bool):
     close(linear.mlp(x, weight(up), weight(down)), reference_linear.mlp(x, weight(up), weight(down)), atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("count", "split", "warps", "depth"), [(2, 1, 1, 1), (8, 2, 4, 2), (9, 1, 2, 3), (16, 4, 4, 4)]
+)
+def test_products_in_bfloat16(draw, count: int, split: int, warps: int, depth: int):
+    """Bands that end beyond the matrix, columns that do not divide among the warps, more steps ahead than there are."""
+    x, matrix, cut = (
+        draw(count, 248)[:, 8:200].bfloat16(),
+        draw(40, 192, scale=0.1).bfloat16(),
+        linear.Cut(split, warps, depth),
+    )
+    wanted = reference_linear.linear(x.float(), weight(matrix.float()))
+    close(linear.few(x, matrix, True, torch.float32, cut), wanted.relu().square(), atol=1e-4)
+    to = draw(count, 80)[:, 16:56].bfloat16()
+    close(linear.few(x, matrix, False, torch.float32, cut, to), wanted + to)
+    # the interpreter does not round to nearest
+    close(linear.add_linear(x, weight(matrix), to).float(), wanted + to, rtol=2**-7)
+    close(linear.linear(x, weight(matrix)).float(), wanted, rtol=2**-7)
+
+
+def test_few_rows_keep_the_memory_busy():
+    for size in (16, 2688, 3712, 4608, 10304, 131072):
+        cut = linear.cut_of(size)
+        assert cut.warps % cut.split == 0 and (cut.split == 8 or size / 16 * cut.split >= 1100)
+
+
 @pytest.mark.parametrize("count", [1, 5, 70])
 def test_products_in_fp8(draw, device: str, count: int):
     x, stored = draw(count, 96), Weight(40, 96, dtype=torch.float32, format=FP8()).requires_grad_(False).to(device)
@@ -483,6 +508,24 @@ def test_queries_keys_and_values(draw, device: str, past: list[int], dtype: torc
     close(got, reference_linear.linear(x, matrices[0]).unflatten(-1, (-1, 8)))
     # the interpreter rounds to 8 bits in its own way, one step apart
     close(cache.float(), wanted.float(), rtol=2e-5 if dtype == torch.float32 else 0.13)
+
+
+@pytest.mark.parametrize(("past", "lens"), [([9, 3], [1, 1]), ([0, 5, 30], [3, 1, 7])])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_queries_keys_and_values_of_some_tokens(
+    draw, device: str, past: list[int], lens: list[int], dtype: torch.dtype
+):
+    """In one launch. A column for each token, of numbers that the cache can hold: the interpreter rounds others in its
+    own way."""
+    batch = rows(device, past, lens)
+    x = torch.eye(128, device=device)[torch.arange(batch.tokens, device=device) * 11].bfloat16()
+    cache = draw(2, 65, 4, 2, 12).to(dtype)
+    matrices = [weight(draw(size, 128).to(torch.float8_e4m3fn).bfloat16()) for size in (36, 24, 24)]
+    q, k, v = (reference_linear.linear(x, one).unflatten(-1, (-1, 12)) for one in matrices)
+    wanted = cache.clone()
+    reference_attention.kv_write(k, v, wanted, batch, 0.5, 0.25)
+    assert torch.equal(qkv.qkv_write(x, *matrices, cache, batch, 0.5, 0.25), q)
+    assert torch.equal(cache.float(), wanted.float())
 
 
 @pytest.mark.parametrize(("causal", "window", "sinks"), [(False, None, False), (True, 5, True), (False, 100, True)])
