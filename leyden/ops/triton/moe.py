@@ -174,7 +174,7 @@ def _thirds(first, second):
 
 @triton.jit
 def _split(gate, parts, size, BLOCK: tl.constexpr):
-    """parts [3, ...] bfloat16, of which the gate is the sum."""
+    """See _in_thirds."""
     at = tl.program_id(0) * (2 * BLOCK) + tl.arange(0, BLOCK) * 2
     first, second = tl.load(gate + at, mask=at < size, other=0.0), tl.load(gate + at + 1, mask=at < size, other=0.0)
     pairs = _thirds(first, second)
@@ -360,7 +360,7 @@ def _fits(x: Tensor, gate: Tensor) -> bool:
 
 def _tile_shape(count: int, hidden: int) -> tuple[int, int, int]:
     """Eights of rows, warps, splits: seven times 16 columns of the gate are what fits in the registers of a warp."""
-    eights = 1 if count <= 8 else 2 if count <= 64 else 4
+    eights = 1 if count <= 32 else 2
     return eights, 8, triton.cdiv(hidden, 16 * 8 * 7)
 
 
@@ -369,9 +369,14 @@ def _many_logits(x: Tensor, gate: Tensor) -> Tensor:
     each operand is one of the tensor cores, and the sums are fp32, as they are in a product of fp32 operands."""
     if x.dtype != torch.bfloat16 or not x.is_cuda:
         return F.linear(x.float(), gate)
+    return torch.mm(x, _in_thirds(gate).flatten(0, 1).t(), out_dtype=torch.float32)
+
+
+def _in_thirds(gate: Tensor) -> Tensor:
+    """[3, E, H] bfloat16, of which the gate is the sum."""
     parts = torch.empty(3, *gate.shape, dtype=torch.bfloat16, device=gate.device)
     _split[(triton.cdiv(gate.numel(), 2048),)](gate, parts, gate.numel(), 1024, num_warps=4, **OPTIONS)
-    return torch.mm(x, parts.flatten(0, 1).t(), out_dtype=torch.float32)
+    return parts
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from leyden.ops.triton.launch import INTERPRETED, OPTIONS, arrive, counters, rel
 # takes. With top_p 0.95 that is one row in 8,000, or in 160,000.
 _TURNS = (3, 4)
 _PROGRAMS = 528
+_TILE = 8192  # logits of a row for one program, at most
 _BORDERS = 64  # of the search for top_k, in one turn
 _LOWEST = tl.constexpr(-(2**63))
 _PICK, _NARROW, _WEIGH, _DONE = (tl.constexpr(phase) for phase in range(4))
@@ -105,8 +106,10 @@ def _best(
         seconds = tl.maximum(seconds, tl.minimum(bounds, bound))
         starts = tl.where(bound > bounds, start, starts)
         bounds = tl.maximum(bounds, bound)
-    tops += slot
-    quarters = tl.max(tl.where(tops < V, _key(largest, tops), _LOWEST), 0)
+    quarters = tl.max(largest, 0)
+    top, ids = tl.max(quarters, 0), tops + slot
+    ids = tl.min(tl.min(tl.where((largest == top) & (ids < V), ids, 0x7FFFFFFF), 1), 0)
+    top, least = tl.where(ids < V, _key(top, ids), _LOWEST), _key(tl.min(quarters, 0), 0x7FFFFFFF)
     ids = starts + slot
     bound = tl.max(bounds, 1)
     chosen = tl.max(tl.where(bounds == bound[:, None], ids, -1), 1)
@@ -117,10 +120,10 @@ def _best(
     score = _score(value, tl.sum(word, 1), rate)
     most = tl.max(score, 0)
     at = tl.max(tl.where(inside & (score == most), _key(value, chosen), _LOWEST), 0)
-    least = most * 1.4426950408889634
-    if other > least - (1e-4 + 1e-6 * tl.abs(least)):
+    bar = most * 1.4426950408889634
+    if other > bar - (1e-4 + 1e-6 * tl.abs(bar)):
         most, at = _closely(line, first, end, V, out, rate, seed, position, BLOCK)
-    return most, at, tl.max(quarters, 0), tl.min(quarters, 0)
+    return most, at, top, least
 
 
 @triton.jit
@@ -353,7 +356,7 @@ def sample(
 def _tile(count: int, vocabulary: int) -> int:
     """Logits of a row for one program: a power of two, with enough programs for the device where there are few rows."""
     fair = triton.next_power_of_2(triton.cdiv(vocabulary * count, _PROGRAMS))
-    return min(max(fair, 1024), 8192, max(16, triton.next_power_of_2(vocabulary)))
+    return min(max(fair, 1024), _TILE, max(16, triton.next_power_of_2(vocabulary)))
 
 
 def _aligned(*columns: Tensor) -> tuple[list[Tensor], int]:

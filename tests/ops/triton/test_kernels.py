@@ -139,6 +139,7 @@ def test_the_router_on_tensor_cores_is_as_exact_as_in_fp32(draw, monkeypatch):
         return float((scores.double() - truth.gather(1, ids)).norm() / truth.norm())
 
     monkeypatch.setattr(moe, "_route", None)
+    assert torch.equal(moe._in_thirds(gate).double().sum(0), gate.double())
     arguments = x, gate, draw(16) * 0, 16, 1, 1, False, 1.0
     assert off(*moe.route(*arguments)) < 1.5 * off(*reference_moe.route(*arguments)) < 1e-6
 
