@@ -329,7 +329,7 @@ def _routed(
         )  # fmt: skip
         return ids, weights
     if count > VECTOR_ROWS and _fits(x, gate):
-        eights, warps, splits = shape or _tile_shape(count, hidden)
+        eights, warps, splits = shape or _tile_shape(count, hidden, experts)
         blocks = triton.cdiv(count, 8 * eights)
         parts = torch.empty(splits, count, experts, dtype=torch.float32, device=x.device)
         _route_tile[(experts // 16 * splits, blocks)](
@@ -358,10 +358,10 @@ def _fits(x: Tensor, gate: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and aligned and x.shape[1] % 16 == 0 and len(gate) % 16 == 0
 
 
-def _tile_shape(count: int, hidden: int) -> tuple[int, int, int]:
-    """Eights of rows, warps, splits: seven times 16 columns of the gate are what fits in the registers of a warp."""
-    eights = 1 if count <= 32 else 2
-    return eights, 8, triton.cdiv(hidden, 16 * 8 * 7)
+def _tile_shape(count: int, hidden: int, experts: int) -> tuple[int, int, int]:
+    """Eights of rows, warps, splits. Seven times 16 columns of the gate are what fits in the registers of a warp, and
+    256 logits to choose from."""
+    return 1 if count <= 32 or experts > 128 else 2, 8, triton.cdiv(hidden, 16 * 8 * 7)
 
 
 def _many_logits(x: Tensor, gate: Tensor) -> Tensor:

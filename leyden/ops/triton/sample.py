@@ -223,8 +223,8 @@ def _pick(
         greedy = heat < 1e-5
         heat = tl.where(greedy, 1.0, heat)
         seed, position = tl.load(seeds + row * ints_stride), tl.load(positions + row).to(tl.int32)
-        first = tile * TILE
-        most, pivot, top, least = _best(logits + row * V, first, first + TILE, V, out, heat, seed, position, FIRST, BLOCK)
+        line, first = logits + row * V, tile * TILE
+        most, pivot, top, least = _best(line, first, first + TILE, V, out, heat, seed, position, FIRST, BLOCK)
         own = row * TILES + tile
         tl.store(part_scores + own, most)
         tl.store(part_keys + own * 3, pivot)
@@ -307,9 +307,7 @@ def _weigh(
                         count = _counts(line, 0, V, V, out, pivot, BLOCK, BORDERS)
                         phase, out, pivot = _narrowed(count, out, pivot, k, BORDERS)
                     else:
-                        most, pivot, largest_key, least = _best(
-                            line, 0, V, V, out, heat, seed, position, False, BLOCK
-                        )
+                        pivot = _best(line, 0, V, V, out, heat, seed, position, False, BLOCK)[1]
                         pivot = tl.where(pivot == _LOWEST, top, pivot)
                         phase = tl.where(p < 1.0, _WEIGH, _DONE)
                 tl.store(ids + row, _id(pivot))
