@@ -30,11 +30,11 @@ _WHOLE = 4096  # the longest row that a program of the router holds
 
 # Two words of fp32 -> pairs of their upper halves, of those of what is left, of what is left then.
 _THIRDS = tl.constexpr(
-    "{ .reg .b32 a, b, c, d; prmt.b32 $0, $3, $4, 0x7632;"
-    " and.b32 a, $3, 0xFFFF0000; and.b32 b, $4, 0xFFFF0000; sub.f32 a, $3, a; sub.f32 b, $4, b;"
-    " prmt.b32 $1, a, b, 0x7632;"
-    " and.b32 c, a, 0xFFFF0000; and.b32 d, b, 0xFFFF0000; sub.f32 c, a, c; sub.f32 d, b, d;"
-    " prmt.b32 $2, c, d, 0x7632; }"
+    "{ .reg .b32 x, y, a, b; mov.b32 x, $3; mov.b32 y, $4; prmt.b32 $0, x, y, 0x7632;"
+    " and.b32 a, x, 0xFFFF0000; and.b32 b, y, 0xFFFF0000; sub.f32 x, x, a; sub.f32 y, y, b;"
+    " prmt.b32 $1, x, y, 0x7632;"
+    " and.b32 a, x, 0xFFFF0000; and.b32 b, y, 0xFFFF0000; sub.f32 x, x, a; sub.f32 y, y, b;"
+    " prmt.b32 $2, x, y, 0x7632; }"
 )
 
 
@@ -45,7 +45,7 @@ def _choose(
     NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """CHOICES largest of sigmoid(sum of the parts of a row's logits) + bias [BLOCK_E] for BLOCK_M rows up to `end`,
-    lower index first among equals. A row should lie within a warp: BLOCK_M is not less than the warps."""
+    lower index first among equals. With as many rows as warps a row lies within one, and no warp waits for others."""
     e, c = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
     in_row, row = row < end, row.to(tl.int64)
     inside = in_row[:, None] & (e < E)[None, :]
