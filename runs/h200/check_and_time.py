@@ -46,7 +46,21 @@ from leyden.model.eight import round_above
 from leyden.ops import eight as products
 from leyden.ops.reference import eight as exactly
 from leyden.ops.rows import Rows
-from leyden.ops.triton import attention, conv, eight, grouped, launch, linear, moe, nvfp4, packed, qkv, scan, ssm
+from leyden.ops.triton import (
+    attention,
+    conv,
+    eight,
+    grouped,
+    launch,
+    linear,
+    moe,
+    nvfp4,
+    packed,
+    qkv,
+    sample,
+    scan,
+    ssm,
+)
 from leyden.ops.triton import wide as codes
 
 CONFIG = ModelConfig(
@@ -963,14 +977,115 @@ def time_mamba() -> None:
             torch.cuda.empty_cache()
 
 
+def choosing(way: tuple[int, int, tuple[int, int, int] | None], run: Callable[[], Any]) -> Any:
+    """run() with routers cut as given: rows without tensor cores, rows without cuBLAS, a tile's shape."""
+    kept = moe.VECTOR_ROWS, moe.ROUTE_ROWS, moe._tile_shape
+    moe.VECTOR_ROWS, moe.ROUTE_ROWS, shape = way
+    if shape:
+        moe._tile_shape = lambda *_: shape
+    try:
+        return run()
+    finally:
+        moe.VECTOR_ROWS, moe.ROUTE_ROWS, moe._tile_shape = kept
+
+
+def router() -> None:
+    """The gate's product with and without tensor cores: how far from the truth, how fast behind a norm."""
+    gates = [randn(EXPERTS, H, scale=0.02, dtype=torch.float32) for _ in range(48)]  # more than any cache holds
+    bias = randn(EXPERTS, scale=0.1, dtype=torch.float32)
+    far = 1 << 20
+    tiles = [(1, 8, 3), (2, 8, 3), (1, 8, 7), (2, 8, 7), (4, 8, 7)]
+    for count in (1, 2, 8, 9, 16, 31, 64, 100, 256, 512, 600, 3000):
+        x, gate = randn(count, H), gates[0]
+        keys = (x.double() @ gate.double().t()).sigmoid() + bias.double()
+        best = keys.topk(CHOICES + 1)
+        apart = best.values[:, CHOICES - 1] - best.values[:, CHOICES] > 2e-6
+        ids, weights = moe.route(x, gate, bias, CHOICES, 1, 1, True, 2.5)
+        again = moe.route(x, gate, bias, CHOICES, 1, 1, True, 2.5)
+        with ops.using("reference"):
+            wanted = ops.route(x, gate, bias, CHOICES, 1, 1, True, 2.5)[1]
+        other = (ids.sort().values != best.indices[:, :CHOICES].sort().values).any(1) & apart
+        verdict(f"route {count}: other experts than in fp64", float(other.float().mean()), 0)
+        verdict("  weights", error(weights.sort().values, wanted.sort().values), 3e-6)
+        verdict("  twice the same bits", float((ids != again[0]).any() | (weights != again[1]).any()), 0)
+
+    # Where a score is small its logarithm is the logit. Whom to look at, the bias says.
+    x, gate, scattered = randn(512, H), gates[0] * 10, randn(EXPERTS, scale=1e3, dtype=torch.float32)
+    logits = x.double() @ gate.double().t()
+
+    def off(ids: Tensor, scores: Tensor) -> float:
+        true = torch.nn.functional.logsigmoid(logits.gather(1, ids))
+        return float((scores.double().log() - true)[(true < -2) & (true > -10)].square().mean().sqrt())
+
+    def score(*way: Any) -> float:
+        return off(*choosing(way, lambda: moe.route(x, gate, scattered, CHOICES, 1, 1, False, 1.0)))
+
+    ids = torch.arange(EXPERTS, device="cuda").expand(512, -1)
+    vector, plain = score(far, far, None), off(ids, (x.float() @ gate.t()).sigmoid())
+    found = {str(tile): score(0, far, tile) for tile in tiles} | {"cuBLAS": score(0, 0, None)}
+    say(f"  error of a logit: without tensor cores {vector:.2e}, torch {plain:.2e}, "
+        + ", ".join(f"{name} {value:.2e}" for name, value in found.items()))  # fmt: skip
+    for name, value in found.items():
+        verdict(f"route {name}: error, in those of fp32", value / max(vector, plain), 1.5)
+
+    w = randn(H)
+    for count in (64, 256, 1, 8, 16, 32, 128, 512, 1024, 2048, 8192):
+        x, residual = randn(count, H), randn(count, H)
+        ways: dict[str, tuple[int, int, tuple[int, int, int] | None]] = {}
+        if count <= 512:
+            ways["no tensor cores"] = far, far, None
+        if count >= 256:
+            ways["cuBLAS"] = 0, 0, None
+        if count > 1:
+            ways |= {
+                str(tile): (0, far, tile) for tile in (tiles if count <= 512 else tiles[1::3]) if tile[0] * 8 <= count
+            }
+        some = gates if count <= 2048 else gates[:12]
+
+        def norms(x: Tensor = x, residual: Tensor = residual, some: list[Tensor] = some) -> None:
+            for _ in some:
+                ops.add_rms_norm(x, residual, w, 1e-5)
+
+        def routes(x: Tensor = x, residual: Tensor = residual, some: list[Tensor] = some) -> None:
+            for gate in some:
+                ops.add_norm_route(x, residual, w, 1e-5, gate, bias, CHOICES, 1, 1, True, 2.5)
+
+        graphs = {name: choosing(way, partial(graph, routes)) for name, way in ways.items()}
+        graphs["the norm alone"] = graph(norms)
+        took: dict[str, list[float]] = {name: [] for name in graphs}
+        for _ in range(3):
+            for name, one in graphs.items():
+                took[name].append(replay(one, 1, 4, 1) * 1e3 / len(some))
+        alone = sorted(took.pop("the norm alone"))[1]
+        results = sorted((sorted(times)[1], name) for name, times in took.items())
+        say(f"  norm and route M={count:4d} us (norm alone {alone:.1f}): "
+            + ", ".join(f"{name} {us:.1f}" for us, name in results))  # fmt: skip
+        record(f"route {count}", [(alone, "norm"), *results])
+
+
 def time_sample() -> None:
+    for count, scale in ((1, 1.0), (64, 6.0), (256, 1.0), (256, 6.0)):
+        rough, at = randn(count, VOCABULARY, scale=scale, dtype=torch.float32), torch.arange(count, device="cuda")
+        for heat, k, top_p in ((1.0, 0, 1.0), (1.0, 0, 0.95), (0.7, 50, 0.95)):
+            columns = [torch.full((count,), value, device="cuda") for value in (heat, k, top_p, 0.0)]
+            got, again = (ops.sample(rough, *columns, at + 5, at) for _ in range(2))
+            with ops.using("reference"):
+                wanted = ops.sample(rough, *columns, at + 5, at)
+            name = f"sample {count} scale {scale} T {heat} k {k} p {top_p}"
+            verdict(f"{name}: differing", float((got != wanted).float().mean()), 0.0 if top_p == 1 else 0.02)
+            verdict("  twice the same", float((got != again).float().mean()), 0)
+    kept = sample._TILE
     for count in (1, 8, 64, 256):
         logits = [randn(count, VOCABULARY, dtype=torch.float32) for _ in range(4)]
         one, zero = torch.ones(count, device="cuda"), torch.zeros(count, device="cuda")
         at = torch.arange(count, device="cuda")
-        for name, k, top_p in (("plain", 0, 1.0), ("top_p .95", 0, 0.95), ("top_k 50 top_p .95", 50, 0.95)):
-            p, few = torch.full((count,), top_p, device="cuda"), torch.full((count,), k, device="cuda")
-            each(f"sample R={count} {name}", [partial(ops.sample, row, one, few, p, zero, at, at) for row in logits])
+        for tile in (kept, 2 * kept) if count > 8 else (kept,):
+            sample._TILE = tile
+            for name, k, top_p in (("plain", 0, 1.0), ("top_p .95", 0, 0.95), ("top_k 50 top_p .95", 50, 0.95)):
+                p, few = torch.full((count,), top_p, device="cuda"), torch.full((count,), k, device="cuda")
+                runs = [partial(ops.sample, row, one, few, p, zero, at, at) for row in logits]
+                each(f"sample R={count} {name} tile {tile}", runs)
+        sample._TILE = kept
 
 
 def four_bits(weight: Any) -> None:
@@ -1780,7 +1895,8 @@ def speculate() -> None:
 SECTIONS = {
     "info": (info, 30), "check": (check, 80), "build": (build, 30), "bisect": (bisect, 40), "whole": (whole, 40),
     "halves": (halves, 60), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 60),
-    "engine": (engine, 80), "guesses": (guesses, 30), "sample": (time_sample, 30),
+    "engine": (engine, 80), "guesses": (guesses, 30), "sample": (time_sample, 40),
+    "router": (router, 40),
     "mamba": (time_mamba, 80), "moe": (time_moe, 100), "linear": (time_linear, 80), "pdl": (without_pdl, 30),
     "small": (time_small, 40), "narrow": (narrow, 50), "attention": (time_attention, 100), "long": (time_long, 40),
     "four": (four, 160), "tune": (tune, 150),

@@ -237,8 +237,7 @@ def products() -> None:
         x, ids, scores = empty(count, 2688), empty(count, 6, dtype=torch.int64), empty(count, 6, dtype=F32)
         if count == 1:
             under("sum and route", moe.add_norm_route, x, x, empty(2688), 1e-5, *gate, 6, 1, 1, True, 2.5)
-        if count <= moe.ROUTE_ROWS:
-            under(f"route {count}", moe.route, x, *gate, 6, 1, 1, True, 2.5)
+        under(f"route {count}", moe.route, x, *gate, 6, 1, 1, True, 2.5)
         if count <= moe.DENSE_ROWS:
             under(f"experts {count}", moe.moe, x, ids, scores, *dense)
         else:
@@ -247,6 +246,9 @@ def products() -> None:
             under(f"experts {count} nvfp4", nvfp4.moe_nvfp4, x, ids, scores, *packed)
         else:
             under(f"experts {count} nvfp4", nvfp4.experts_nvfp4, x, ids, scores, *packed[:2])
+    under("gate in thirds", moe._in_thirds, gate[0])
+    larger = empty(64, 4096), empty(512, 4096, dtype=F32), empty(512, dtype=F32)
+    under("route 64 of 512", moe.route, *larger, 22, 1, 1, True, 5.0)
     under("decoded nvfp4", nvfp4.decoded, packed[0])
     for matrix in packed:
         under(f"recoded {matrix.shape[-1]}", eight.operand, matrix)

@@ -1,6 +1,7 @@
 """Mixture of experts for few rows, where the time is that of reading each chosen expert once.
 
-route     products with the gate in fp32; the program that finishes last for some rows chooses their experts.
+route     products with the gate in fp32, on tensor cores in three times 8 bits; the program that finishes last for some
+          rows chooses their experts.
 experts   one row: two matrix-vector products over its k experts. Up to 16 rows: for each expert chosen by any row, one
           product with all rows on the tensor cores, of which the rows that chose it are kept: no sorting. More rows:
           lists of rows per expert. The shared expert, if given, runs in the same launches.
@@ -17,23 +18,42 @@ from torch import Tensor
 from leyden.formats import Weight
 from leyden.ops import fused
 from leyden.ops.triton import grouped
+from leyden.ops.triton.fragments import mma, values
 from leyden.ops.triton.grouped import relu_squared
-from leyden.ops.triton.launch import OPTIONS, arrive, counters, prefetch, release, wait
+from leyden.ops.triton.launch import INTERPRETED, OPTIONS, arrive, counters, prefetch, release, wait
 
 DENSE_ROWS = 16  # up to here no sorting
 TILED_ROWS = 24  # for an expert, on average: from here on bound by arithmetic
+VECTOR_ROWS = 8  # up to here the router does without tensor cores
 ROUTE_ROWS = 512  # up to here the gate's product is ours
 _WHOLE = 4096  # the longest row that a program of the router holds
+
+# Two words of fp32 -> pairs of their upper halves, of those of what is left, of what is left then.
+_THIRDS = tl.constexpr(
+    "{ .reg .b32 x, y, a, b; mov.b32 x, $3; mov.b32 y, $4; prmt.b32 $0, x, y, 0x7632;"
+    " and.b32 a, x, 0xFFFF0000; and.b32 b, y, 0xFFFF0000; sub.f32 x, x, a; sub.f32 y, y, b;"
+    " prmt.b32 $1, x, y, 0x7632;"
+    " and.b32 a, x, 0xFFFF0000; and.b32 b, y, 0xFFFF0000; sub.f32 x, x, a; sub.f32 y, y, b;"
+    " prmt.b32 $2, x, y, 0x7632; }"
+)
 
 
 @triton.jit
 def _choose(
-    scores, bias, ids, weights, row, in_row, scale,
-    E: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, NORMALIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+    logits, bias, ids, weights, row, end, row_stride, part_stride, scale,
+    PARTS: tl.constexpr, E: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """CHOICES largest of scores [BLOCK_M, BLOCK_E] + bias [BLOCK_E] of every row, lower index first among equals."""
+    """CHOICES largest of sigmoid(sum of the parts of a row's logits) + bias [BLOCK_E] for BLOCK_M rows up to `end`,
+    lower index first among equals. With as many rows as warps a row lies within one, and no warp waits for others."""
     e, c = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
+    in_row, row = row < end, row.to(tl.int64)
+    inside = in_row[:, None] & (e < E)[None, :]
+    place = logits + row[:, None] * row_stride + e[None, :]
+    total = tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(place + part * part_stride, mask=inside, other=0.0, cache_modifier=".cg")
+    scores = tl.sigmoid(total)
     lowest = float("-inf")
     keys = tl.where((e < E)[None, :], scores + bias[None, :], lowest)
     if GROUPS > 1:
@@ -55,18 +75,22 @@ def _choose(
             other = tl.max(tl.where((of == group)[None, :], sums, lowest), 1)[:, None]
             beaten += ((other > sums) | ((other == sums) & (group < of)[None, :])).to(tl.int32)
         keys = tl.where(beaten < KEPT, keys, lowest)
+    # As integers in the same order, of which a warp finds the largest in one instruction.
+    bits = (keys + 0.0).to(tl.int32, bitcast=True)  # there are two zeros, which are equal
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    bits = scores.to(tl.int32, bitcast=True)  # no score is negative
     chosen = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.int32)
     values = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
     for choice in tl.static_range(CHOICES):
-        best = tl.argmax(keys, 1)
+        best = tl.min(tl.where(order == tl.max(order, 1)[:, None], e[None, :], BLOCK_E), 1)
         taken = e[None, :] == best[:, None]
-        value = tl.sum(tl.where(taken, scores, 0.0), 1)
+        value = tl.max(tl.where(taken, bits, 0), 1).to(tl.float32, bitcast=True)
         chosen = tl.where(c[None, :] == choice, best[:, None], chosen)
         values = tl.where(c[None, :] == choice, value[:, None], values)
-        keys = tl.where(taken, lowest, keys)
+        order = tl.where(taken, -(2**31), order)
     if NORMALIZE:
         values = values / (tl.sum(values, 1)[:, None] + 1e-20)
-    at = row.to(tl.int64)[:, None] * CHOICES + c[None, :]
+    at = row[:, None] * CHOICES + c[None, :]
     inside = in_row[:, None] & (c < CHOICES)[None, :]
     tl.store(ids + at, chosen.to(tl.int64), mask=inside)
     tl.store(weights + at, values * scale, mask=inside)
@@ -124,31 +148,128 @@ def _route(
     total = tl.sum(acc, 2)
     tl.store(logits + rows[:, None] * E + e[None, :], total, mask=(rows < M)[:, None] & in_e[None, :])
     if arrive(arrived + tl.program_id(1), tl.num_programs(0)):
-        inside = (rows < M)[:, None] & (every < E)[None, :]
-        value = tl.load(logits + rows[:, None] * E + every[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        ROWS: tl.constexpr = BLOCK_M if BLOCK_M > 4 else 4
         _choose(
-            tl.sigmoid(value), added, ids, weights, rows, rows < M, scale,
-            E, CHOICES, GROUPS, KEPT, NORMALIZE, BLOCK_M, BLOCK_E, BLOCK_C,
+            logits, added, ids, weights, first + tl.arange(0, ROWS), tl.minimum(first + BLOCK_M, M), E, 0, scale,
+            1, E, CHOICES, GROUPS, KEPT, NORMALIZE, ROWS, BLOCK_E, BLOCK_C,
+        )  # fmt: skip
+
+
+@triton.jit
+def _thirds(first, second):
+    """Two words of fp32 -> three pairs of bfloat16 of which it is the sum: its 24 bits are three times 8."""
+    if not INTERPRETED:
+        return tl.inline_asm_elementwise(
+            _THIRDS, "=r,=r,=r,r,r", [first, second], dtype=(tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
+        )
+    else:
+        pairs = ()  # type: tuple[object, ...]
+        for _ in tl.static_range(3):
+            low, high = (word.to(tl.uint32, bitcast=True) & 0xFFFF0000 for word in (first, second))
+            pairs = pairs + (((low >> 16) | high).to(tl.int32, bitcast=True),)
+            first = first.to(tl.float32, bitcast=True) - low.to(tl.float32, bitcast=True)
+            second = second.to(tl.float32, bitcast=True) - high.to(tl.float32, bitcast=True)
+        return pairs
+
+
+@triton.jit
+def _split(gate, parts, size, BLOCK: tl.constexpr):
+    """See _in_thirds."""
+    at = tl.program_id(0) * (2 * BLOCK) + tl.arange(0, BLOCK) * 2
+    first, second = tl.load(gate + at, mask=at < size, other=0.0), tl.load(gate + at + 1, mask=at < size, other=0.0)
+    pairs = _thirds(first, second)
+    wait()
+    release()
+    for i in tl.static_range(3):
+        place = (parts + (i * size + at)).to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.store(place, pairs[i], mask=at < size)
+
+
+@triton.jit
+def _mma(c, a, FIRST: tl.constexpr, b0, b1):
+    """A third of an operand, from FIRST on: rows g, their next columns, rows g + 8, their next columns."""
+    return mma(c[0], c[1], c[2], c[3], a[FIRST], a[FIRST + 6], a[FIRST + 3], a[FIRST + 9], b0, b1)
+
+
+@triton.jit
+def _route_tile(
+    x, gate, bias, parts, arrived, ids, weights, M, x_stride, scale,
+    H: tl.constexpr, E: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    NORMALIZE: tl.constexpr, EIGHTS: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, THREADS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """On tensor cores (see fragments.py) one program: 16 experts, EIGHTS times eight rows, one of SPLITS parts of the
+    columns, of which its warps take 16 at a time in turns. Its part of the gate is on its way before the wait, and all
+    its rows at once after it. The last program of some rows adds up the parts."""
+    WARPS: tl.constexpr = THREADS // 32
+    EVEN: tl.constexpr = H == SPLITS * STEPS * WARPS * 16
+    BLOCK_M: tl.constexpr = 8 * EIGHTS
+    thread = tl.arange(0, THREADS)
+    g, t, warp = thread % 32 // 4, thread % 4, thread // 32
+    expert, part, first = tl.program_id(0) // SPLITS * 16, tl.program_id(0) % SPLITS, tl.program_id(1) * BLOCK_M
+    column = (part * (STEPS * WARPS) + warp) * 16 + t * 4  # four columns of each step are this thread's
+    source = gate.to(tl.pointer_type(tl.int32), bitcast=True) + (expert + g) * H + column
+    words = ()  # type: tuple[object, ...]
+    for i in tl.static_range(STEPS):
+        inside = column + i * (WARPS * 16) < H
+        words = words + values(source + i * (WARPS * 16), inside, EVEN)
+        words = words + values(source + (8 * H + i * (WARPS * 16)), inside, EVEN)
+    every = tl.arange(0, BLOCK_E)
+    added = tl.load(bias + every, mask=every < E, other=0.0)
+    wait()
+    release()
+    v = ()  # type: tuple[object, ...]
+    for j in tl.static_range(EIGHTS):
+        row = tl.minimum(first + j * 8 + g, M - 1).to(tl.int64)  # beyond the last row that one again
+        four = (x + row * x_stride + column).to(tl.pointer_type(tl.int64), bitcast=True)
+        for i in tl.static_range(STEPS):
+            inside = column + i * (WARPS * 16) < H
+            v = v + (tl.load(four + i * (WARPS * 4), mask=None if EVEN else inside),)
+    a = ()  # type: tuple[object, ...]
+    for i in tl.static_range(4 * STEPS):
+        a = a + _thirds(words[2 * i], words[2 * i + 1])
+    sums = ()  # type: tuple[object, ...]
+    for j in tl.static_range(EIGHTS):
+        zero = tl.zeros((THREADS,), dtype=tl.float32)
+        large, small = (zero, zero, zero, zero), (zero, zero, zero, zero)
+        for i in tl.static_range(STEPS):
+            b0, b1 = v[j * STEPS + i].to(tl.int32), (v[j * STEPS + i] >> 32).to(tl.int32)
+            large = _mma(large, a, 12 * i, b0, b1)
+            small = _mma(_mma(small, a, 12 * i + 1, b0, b1), a, 12 * i + 2, b0, b1)
+        even, odd = (large[0] + small[0], large[2] + small[2]), (large[1] + small[1], large[3] + small[3])
+        sums = sums + (tl.join(tl.join(even[0], even[1]), tl.join(odd[0], odd[1])),)
+    if EIGHTS == 1:
+        total = sums[0]
+    elif EIGHTS == 2:
+        total = tl.join(sums[0], sums[1])
+    else:
+        total = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
+    total = tl.sum(tl.reshape(total, (WARPS, 8, 4, 2, 2, EIGHTS)), 0)  # g, t, half of the experts, even or odd row, j
+    total = tl.reshape(tl.permute(total, (4, 1, 3, 2, 0)), (BLOCK_M, 16))
+    rows, n = first + tl.arange(0, BLOCK_M), expert + tl.arange(0, 16)
+    place = (part * M + rows).to(tl.int64) * E
+    tl.store(parts + place[:, None] + n[None, :], total, mask=(rows < M)[:, None])
+    if arrive(arrived + tl.program_id(1), tl.num_programs(0)):
+        _choose(
+            parts, added, ids, weights, rows, M, E, M * E, scale,
+            SPLITS, E, CHOICES, GROUPS, KEPT, NORMALIZE, BLOCK_M, BLOCK_E, BLOCK_C,
         )  # fmt: skip
 
 
 @triton.jit
 def _select(
-    logits, bias, ids, weights, M, scale,
-    E: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    logits, bias, ids, weights, M, row_stride, part_stride, scale,
+    PARTS: tl.constexpr, E: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
     NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """The choice alone, from logits that are there already."""
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     every = tl.arange(0, BLOCK_E)
     added = tl.load(bias + every, mask=every < E, other=0.0)
     wait()
     release()
-    inside = (rows < M)[:, None] & (every < E)[None, :]
-    value = tl.load(logits + rows.to(tl.int64)[:, None] * E + every[None, :], mask=inside, other=0.0)
     _choose(
-        tl.sigmoid(value), added, ids, weights, rows, rows < M, scale,
-        E, CHOICES, GROUPS, KEPT, NORMALIZE, BLOCK_M, BLOCK_E, BLOCK_C,
+        logits, added, ids, weights, tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), M, row_stride, part_stride,
+        scale, PARTS, E, CHOICES, GROUPS, KEPT, NORMALIZE, BLOCK_M, BLOCK_E, BLOCK_C,
     )  # fmt: skip
 
 
@@ -190,20 +311,31 @@ def add_norm_route(
 
 def _routed(
     x: Tensor, gate: Tensor, bias: Tensor, k: int, groups: int, kept: int, normalize: bool, scale: float,
-    added: tuple[Any, ...] = (None, None, None, None, 0.0),
+    added: tuple[Any, ...] = (None, None, None, None, 0.0), shape: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """added: residual, weight of the norm, where norm and sum go, eps."""
+    """added: residual, weight of the norm, where norm and sum go, eps. shape: see _tile_shape."""
     (count, hidden), experts = x.shape, len(gate)
     ids = torch.empty(count, k, dtype=torch.int64, device=x.device)
     weights = torch.empty(count, k, dtype=torch.float32, device=x.device)
     block_e, block_c = triton.next_power_of_2(experts), triton.next_power_of_2(k)
     if count == 0:
         return ids, weights
+    choice = experts, k, groups, kept, normalize
     if count > ROUTE_ROWS:
-        logits = _many_logits(x, gate)
+        logits = _many_logits(x, gate)  # [T, parts * E]
         _select[(triton.cdiv(count, 4),)](
-            logits, bias, ids, weights, count, scale, experts, k, groups, kept, normalize, 4, block_e, block_c,
-            num_warps=4, **OPTIONS,
+            logits, bias, ids, weights, count, logits.shape[1], experts, scale, logits.shape[1] // experts, *choice,
+            4, block_e, block_c, num_warps=4, **OPTIONS,
+        )  # fmt: skip
+        return ids, weights
+    if count > VECTOR_ROWS and _fits(x, gate):
+        eights, warps, splits = shape or _tile_shape(count, hidden, experts)
+        blocks = triton.cdiv(count, 8 * eights)
+        parts = torch.empty(splits, count, experts, dtype=torch.float32, device=x.device)
+        _route_tile[(experts // 16 * splits, blocks)](
+            x, gate, bias, parts, counters(x.device, blocks), ids, weights, count, x.stride(0), scale, hidden, *choice,
+            eights, splits, triton.cdiv(hidden, 16 * warps * splits), 32 * warps, block_e, block_c,
+            num_warps=warps, **OPTIONS,
         )  # fmt: skip
         return ids, weights
     block_m = min(8, triton.next_power_of_2(count))
@@ -215,22 +347,36 @@ def _routed(
     logits = torch.empty(count, experts, dtype=torch.float32, device=x.device)
     _route[(triton.cdiv(experts, each), blocks)](
         x, gate, bias, logits, counters(x.device, blocks), ids, weights, count, x.stride(0), scale, *added,
-        hidden, experts, k, groups, kept, normalize, block_m, each, block_h, block_e, block_c, 128,
-        num_warps=4, **OPTIONS,
+        hidden, *choice, block_m, each, block_h, block_e, block_c, 128, num_warps=4, **OPTIONS,
     )  # fmt: skip
     return ids, weights
 
 
+def _fits(x: Tensor, gate: Tensor) -> bool:
+    """Operands as _route_tile loads them."""
+    aligned = x.data_ptr() % 8 == 0 and x.stride(0) % 4 == 0 and x.stride(1) == 1 and gate.data_ptr() % 16 == 0
+    return x.dtype == torch.bfloat16 and aligned and x.shape[1] % 16 == 0 and len(gate) % 16 == 0
+
+
+def _tile_shape(count: int, hidden: int, experts: int) -> tuple[int, int, int]:
+    """Eights of rows, warps, splits. Seven times 16 columns of the gate are what fits in the registers of a warp, and
+    256 logits to choose from."""
+    return 1 if count <= 32 or experts > 128 else 2, 8, triton.cdiv(hidden, 16 * 8 * 7)
+
+
 def _many_logits(x: Tensor, gate: Tensor) -> Tensor:
-    """x gate^T, fp32 [T, E]. 16-bit activations are exact operands of the tensor cores; the gate is one as the sum of
-    three: 24 bits of a value in three times 8. Sums are fp32, as they are in a product of fp32 operands."""
+    """x gate^T, fp32 [T, E] or three parts of it, [T, 3 E], as in _route_tile: with the gate in three parts of 8 bits
+    each operand is one of the tensor cores, and the sums are fp32, as they are in a product of fp32 operands."""
     if x.dtype != torch.bfloat16 or not x.is_cuda:
         return F.linear(x.float(), gate)
-    parts, rest = [], gate
-    for _ in range(3):
-        parts.append(rest.bfloat16())
-        rest = rest - parts[-1].float()
-    return torch.mm(x, torch.cat(parts).t(), out_dtype=torch.float32).unflatten(1, (3, -1)).sum(1)
+    return torch.mm(x, _in_thirds(gate).flatten(0, 1).t(), out_dtype=torch.float32)
+
+
+def _in_thirds(gate: Tensor) -> Tensor:
+    """[3, E, H] bfloat16, of which the gate is the sum."""
+    parts = torch.empty(3, *gate.shape, dtype=torch.bfloat16, device=gate.device)
+    _split[(triton.cdiv(gate.numel(), 2048),)](gate, parts, gate.numel(), 1024, num_warps=4, **OPTIONS)
+    return parts
 
 
 @triton.jit

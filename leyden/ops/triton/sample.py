@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leyden.ops.triton.launch import OPTIONS, arrive, counters, release, wait
+from leyden.ops.triton.launch import INTERPRETED, OPTIONS, arrive, counters, release, wait
 
 # Turns of _pick and _weigh, for few rows and for many; what is not done by then is done by one program, however long it
 # takes. With top_p 0.95 that is one row in 8,000, or in 160,000.
 _TURNS = (3, 4)
 _PROGRAMS = 528
+_TILE = 8192  # logits of a row for one program, at most
 _BORDERS = 64  # of the search for top_k, in one turn
 _LOWEST = tl.constexpr(-(2**63))
 _PICK, _NARROW, _WEIGH, _DONE = (tl.constexpr(phase) for phase in range(4))
@@ -45,36 +46,102 @@ def _id(key):
 
 
 @triton.jit
-def _best(line, first, end, V, out, heat, seed, position, BLOCK: tl.constexpr):
-    """Of the tokens first .. end - 1: the largest z + Gumbel noise above `out` and its key; the largest key of all; a
-    key that the largest of each quarter reach.
+def _log2(value):
+    """To 22 bits, of what is neither zero nor subnormal: one instruction."""
+    if not INTERPRETED:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(value)
 
-    One Philox call gives the noise of four tokens.
+
+@triton.jit
+def _score(value, word, rate):
+    """z + Gumbel noise"""
+    uniform = ((word >> 9).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+    return value * rate - tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _words(seed, position, quad):
+    """The random words of four tokens, from one Philox call: [..., 4]"""
+    zero = tl.zeros_like(quad)
+    w0, w1, w2, w3 = tl.philox(seed, quad, zero + position, zero, zero, 10)
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (quad.shape[0], 4))
+
+
+@triton.jit
+def _best(
+    line, first, end, V, out, heat, seed, position,
+    ALL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of the tokens first .. end - 1: the largest z + Gumbel noise above `out` (ALL: nothing is below it) and its key;
+    the largest key of all; a key that the largest of each quarter reach.
+
+    Two logarithms for each token would take most of the time. As -log u >= 1 - u, z - log(1 - u) is never less than
+    z + noise, and hardly more where it is large. Only the token of each four lines of four columns for which it is
+    largest is looked at closely; all are if one of the others could still be better.
     """
-    four, column = tl.arange(0, BLOCK // 4), tl.arange(0, 4)[None, :]
+    line4, column = tl.arange(0, BLOCK // 4), tl.arange(0, 4)[None, :]
+    slot = line4[:, None] * 4 + column
+    lowest = float("-inf")
+    bounds = tl.full((BLOCK // 4, 4), lowest, dtype=tl.float32)
+    seconds, largest = bounds, bounds
+    starts = tl.full((BLOCK // 4, 4), first, dtype=tl.int32)
+    tops = starts
+    rate = 1.0 / heat
+    steep = rate * 1.4426950408889634
+    for start in range(first, end, BLOCK):
+        ids = start + slot
+        value = tl.load(line + ids, mask=ids < V, other=lowest)
+        tops = tl.where(value > largest, start, tops)
+        largest = tl.maximum(largest, value)
+        word = _words(seed, position, start // 4 + line4)
+        # 1 - u: the 23 bits turned round, as the fraction of a number from 1 on
+        rest = ((word >> 9) ^ 0x3FFFFFFF).to(tl.float32, bitcast=True) - 0.999999940395355224609375
+        bound = value * steep - _log2(rest)
+        if not ALL:
+            bound = tl.where(_key(value, ids) > out, bound, lowest)
+        seconds = tl.maximum(seconds, tl.minimum(bounds, bound))
+        starts = tl.where(bound > bounds, start, starts)
+        bounds = tl.maximum(bounds, bound)
+    quarters = tl.max(largest, 0)
+    top, ids = tl.max(quarters, 0), tops + slot
+    ids = tl.min(tl.min(tl.where((largest == top) & (ids < V), ids, 0x7FFFFFFF), 1), 0)
+    top, least = tl.where(ids < V, _key(top, ids), _LOWEST), _key(tl.min(quarters, 0), 0x7FFFFFFF)
+    ids = starts + slot
+    bound = tl.max(bounds, 1)
+    chosen = tl.max(tl.where(bounds == bound[:, None], ids, -1), 1)
+    other = tl.max(tl.max(tl.where(ids == chosen[:, None], seconds, bounds), 1), 0)
+    inside = bound > lowest
+    value = tl.load(line + chosen, mask=inside, other=lowest)
+    word = tl.where(chosen[:, None] % 4 == column, _words(seed, position, chosen // 4), 0)
+    score = _score(value, tl.sum(word, 1), rate)
+    most = tl.max(score, 0)
+    at = tl.max(tl.where(inside & (score == most), _key(value, chosen), _LOWEST), 0)
+    bar = most * 1.4426950408889634
+    if other > bar - (1e-4 + 1e-6 * tl.abs(bar)):
+        most, at = _closely(line, first, end, V, out, rate, seed, position, BLOCK)
+    return most, at, top, least
+
+
+@triton.jit
+def _closely(line, first, end, V, out, rate, seed, position, BLOCK: tl.constexpr):
+    """The largest z + Gumbel noise above `out` and its key, with everything computed for all tokens."""
+    line4, column = tl.arange(0, BLOCK // 4), tl.arange(0, 4)[None, :]
     scores = tl.full((BLOCK // 4, 4), float("-inf"), dtype=tl.float32)
     keys = tl.full((BLOCK // 4, 4), _LOWEST, dtype=tl.int64)
-    tops = keys
-    rate = 1.0 / heat
     for start in range(first, end, BLOCK):
-        quad = start // 4 + four
-        ids = quad[:, None] * 4 + column
+        ids = start + line4[:, None] * 4 + column
         value = tl.load(line + ids, mask=ids < V, other=float("-inf"))
         key = tl.where(ids < V, _key(value, ids), _LOWEST)
-        tops = tl.maximum(tops, key)
-        zero = tl.zeros_like(quad)
-        w0, w1, w2, w3 = tl.philox(seed, quad, zero + position, zero, zero, 10)
-        low = tl.where(column == 0, w0[:, None], w1[:, None])
-        high = tl.where(column == 2, w2[:, None], w3[:, None])
-        word = tl.where(column < 2, low, high)
-        uniform = ((word >> 9).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-        score = tl.where(key > out, value * rate - tl.log(-tl.log(uniform)), float("-inf"))
+        score = _score(value, _words(seed, position, start // 4 + line4), rate)
+        score = tl.where(key > out, score, float("-inf"))
         keys = tl.where(score > scores, key, keys)
         scores = tl.maximum(scores, score)
     most = tl.max(tl.max(scores, 1), 0)
-    at = tl.max(tl.max(tl.where(scores == most, keys, _LOWEST), 1), 0)
-    quarters = tl.max(tops, 0)
-    return most, at, tl.max(quarters, 0), tl.min(quarters, 0)
+    return most, tl.max(tl.max(tl.where(scores == most, keys, _LOWEST), 1), 0)
 
 
 @triton.jit
@@ -156,8 +223,8 @@ def _pick(
         greedy = heat < 1e-5
         heat = tl.where(greedy, 1.0, heat)
         seed, position = tl.load(seeds + row * ints_stride), tl.load(positions + row).to(tl.int32)
-        first = tile * TILE
-        most, pivot, top, least = _best(logits + row * V, first, first + TILE, V, out, heat, seed, position, BLOCK)
+        line, first = logits + row * V, tile * TILE
+        most, pivot, top, least = _best(line, first, first + TILE, V, out, heat, seed, position, FIRST, BLOCK)
         own = row * TILES + tile
         tl.store(part_scores + own, most)
         tl.store(part_keys + own * 3, pivot)
@@ -240,7 +307,7 @@ def _weigh(
                         count = _counts(line, 0, V, V, out, pivot, BLOCK, BORDERS)
                         phase, out, pivot = _narrowed(count, out, pivot, k, BORDERS)
                     else:
-                        most, pivot, largest_key, least = _best(line, 0, V, V, out, heat, seed, position, BLOCK)
+                        pivot = _best(line, 0, V, V, out, heat, seed, position, False, BLOCK)[1]
                         pivot = tl.where(pivot == _LOWEST, top, pivot)
                         phase = tl.where(p < 1.0, _WEIGH, _DONE)
                 tl.store(ids + row, _id(pivot))
@@ -287,7 +354,7 @@ def sample(
 def _tile(count: int, vocabulary: int) -> int:
     """Logits of a row for one program: a power of two, with enough programs for the device where there are few rows."""
     fair = triton.next_power_of_2(triton.cdiv(vocabulary * count, _PROGRAMS))
-    return min(max(fair, 1024), 8192, max(16, triton.next_power_of_2(vocabulary)))
+    return min(max(fair, 1024), _TILE, max(16, triton.next_power_of_2(vocabulary)))
 
 
 def _aligned(*columns: Tensor) -> tuple[list[Tensor], int]:

@@ -10,7 +10,7 @@ from leyden.formats.nvfp4 import NVFP4, Tiled
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch on CUDA; elsewhere install the dev extra")
 
-from leyden.ops.triton import fragments  # noqa: E402
+from leyden.ops.triton import fragments, moe  # noqa: E402
 
 MASK = 2**32 - 1
 
@@ -46,6 +46,9 @@ def run(assembly: str, results: int, *inputs: torch.Tensor) -> list[torch.Tensor
             source, selected = a | (others[0] << 32), int(others[1])
             bytes_ = [(source >> (8 * (selected >> (4 * i) & 7))) & 255 for i in range(4)]
             made = sum((byte << (8 * i) for i, byte in enumerate(bytes_)), torch.tensor(0))
+        elif name == "sub.f32":
+            a, b = (word.int().view(torch.float32) for word in (a, others[0]))
+            made = (a - b).view(torch.int32).long()
         elif name == "fma.rn.bf16x2":
             assert int(others[1]) == 0x80008000  # two zeros: a product
             made = words(halves(a) * halves(others[0]))
@@ -105,3 +108,11 @@ def test_assembly_of_e4m3():
     wanted = torch.stack([byte[pairs & 255], byte[pairs >> 8]], -1)
     assert (halves(run(fragments._EIGHT.value, 2, pairs | (other << 16))[0]) == wanted).all()
     assert (halves(run(fragments._EIGHT.value, 2, other | (pairs << 16))[1]) == wanted).all()
+
+
+def test_assembly_of_thirds():
+    """Three bfloat16 have all bits of a float."""
+    draw = torch.Generator().manual_seed(0)
+    floats = torch.randn(2, 20_000, generator=draw) * 10.0 ** torch.randint(-20, 20, (2, 20_000), generator=draw)
+    pairs = run(moe._THIRDS.value, 3, *(row.view(torch.int32).long() & MASK for row in floats))
+    assert (sum(halves(pair) for pair in pairs).t() == floats.double()).all()

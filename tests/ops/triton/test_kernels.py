@@ -142,6 +142,33 @@ def test_route(draw, count: int, groups: int, kept: int, normalize: bool, monkey
         close(got, weights)
 
 
+@pytest.mark.parametrize("shape", [None, (1, 1, 1), (2, 2, 2), (4, 2, 3)])
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 2)])
+def test_router_on_tensor_cores(draw, groups: int, kept: int, shape, monkeypatch):
+    """Rows and columns that nothing divides, and rows that are apart."""
+    x, gate, bias = draw(19, 96).bfloat16()[:, :80], draw(32, 80, scale=0.1), draw(32, scale=0.3)
+    gate[3], bias[3] = gate[7], bias[7]
+    monkeypatch.setattr(moe, "_route", None)
+    arguments = (x, gate, bias, 5, groups, kept, True, 2.5)
+    ids, weights = reference_moe.route(*arguments)
+    got_ids, got = moe._routed(*arguments, shape=shape)
+    assert torch.equal(got_ids, ids)
+    close(got, weights)
+
+
+def test_the_router_on_tensor_cores_is_as_exact_as_in_fp32(draw, monkeypatch):
+    x, gate = draw(24, 512).bfloat16(), draw(16, 512, scale=0.05)
+    truth = (x.double() @ gate.double().t()).sigmoid()
+
+    def off(ids: Tensor, scores: Tensor) -> float:
+        return float((scores.double() - truth.gather(1, ids)).norm() / truth.norm())
+
+    monkeypatch.setattr(moe, "_route", None)
+    assert torch.equal(moe._in_thirds(gate).double().sum(0), gate.double())
+    arguments = x, gate, draw(16) * 0, 16, 1, 1, False, 1.0
+    assert off(*moe.route(*arguments)) < 1.5 * off(*reference_moe.route(*arguments)) < 1e-6
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_router_behind_a_sum(draw, count: int):
     x, residual, w, gate, bias = (

@@ -60,3 +60,14 @@ def test_what_is_left_of_a_flat_distribution(device: str, top_k: int, top_p: flo
     for position in range(3):
         at = torch.full((4,), position, device=device)
         assert sample.sample(*arguments, at).tolist() == reference.sample(*arguments, at).tolist()
+
+
+@pytest.mark.parametrize(("count", "vocabulary", "likely"), [(64, 16, 16), (12, 2100, 4)])
+def test_where_a_bound_on_the_noise_does_not_decide(device: str, count: int, vocabulary: int, likely: int, monkeypatch):
+    """Few likely tokens side by side or a block apart: the best by the bound is not always the best."""
+    monkeypatch.setattr(sample, "_tile", lambda count, vocabulary: min(vocabulary, 2048))
+    draw = torch.Generator().manual_seed(5)
+    logits = torch.full((count, vocabulary), -20.0)
+    for first in range(0, vocabulary, 1024):
+        logits[:, first : first + likely] = torch.rand(count, likely, generator=draw) * 3
+    check(device, logits, 1.0, 0, 1.0, 0.0)
