@@ -38,6 +38,10 @@ _VALUES_OR_ZEROS = tl.constexpr(
     " @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }"
 )
 
+# The result is nothing; an instruction has to have one.
+_TOUCH = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L1 [$1]; mov.b32 $0, 0; }")
+_SEEN = tl.constexpr("mov.b32 $0, $1;")
+
 # (q, scales) -> four pairs; the byte of `scales` that is this word's is spread over both halves.
 _FOUR = (
     "{ .reg .b32 q, a, b, s, z; mov.b32 q, $4; mov.b32 z, 0x80008000;"
@@ -88,6 +92,15 @@ def streamed(pointer, inside):
         )  # fmt: skip
     else:
         return _quad(pointer, inside, 0)
+
+
+@triton.jit
+def touch(pointer, inside):
+    """Into L1, 32 bytes at `pointer` where it is `inside`. Nobody waits for them."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            _TOUCH, "=r,l,r", [pointer.to(tl.int64), inside.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit

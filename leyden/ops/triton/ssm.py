@@ -264,8 +264,8 @@ def _times(matrix, vector):
 
 @triton.jit
 def _recall(
-    projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, conv_state, ssm_state, recent, began, past, slots,
-    gated, factors, spare, arrived, out,
+    projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, conv_state, ssm_state, recent, began, past,
+    slots, gated, factors, spare, arrived, out,
     row_stride, conv_stride, ssm_stride, recent_stride, dt_low, dt_high, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
     REACH: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, PERIOD: tl.constexpr,
