@@ -115,7 +115,7 @@ def _decode(
     token, query = m // SHARE, head * SHARE + m % SHARE
     in_q = (token < count)[:, None] & (d < D)[None, :]
     length = before + count
-    each = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_S) * BLOCK_S
+    each = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_S), 1) * BLOCK_S  # of a row of no tokens, too
     active = tl.cdiv(length, each)
     wait()
     release()
