@@ -46,7 +46,7 @@ class CapturedChunks:
         self._singles = torch.arange(_BESIDE[-1] + 1, dtype=torch.int32, device=device)
         starts = torch.zeros(len(self._sizes), 8, dtype=torch.int32, device=device)  # aligned, whatever the size
         self._starts = dict(zip(self._sizes, starts[:, : _CHUNKS + 2], strict=True))
-        self._met: set[tuple[int, int]] = set()
+        self._met: set[tuple[int, int]] = set()  # forms that came before
         self._graphs: dict[tuple[int, int], Captured] = {}
         self._made: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}  # what they fill
 
@@ -54,7 +54,10 @@ class CapturedChunks:
         """What the model makes of the batch, (hidden [T, H], taps), valid until something else runs here; None: run the
         model yourself."""
         form = self._form(rows, batch.context)
-        if form is None or (form not in self._graphs and not self._capture(form)):
+        if form is None:
+            return None
+        if form not in self._met:
+            self._met.add(form)
             return None
         (beside, size), narrow, wide, place = form, batch.context.narrow, batch.context.wide, _BESIDE[-1]
         self._tokens[place - narrow.tokens : place + wide.tokens].copy_(batch.tokens)
@@ -62,6 +65,8 @@ class CapturedChunks:
         self._slots[place - narrow.tokens : place + len(wide.lens)].copy_(batch.slots)
         self._starts[size].fill_(size)
         self._starts[size][: len(wide.starts)].copy_(wide.starts)
+        if form not in self._graphs and not self._capture(form):
+            return None
         self._graphs[form]()
         hidden, taps = self._made[form]
         own = slice(beside - narrow.tokens, beside + wide.tokens)
@@ -77,10 +82,7 @@ class CapturedChunks:
         return _BESIDE[bisect_left(_BESIDE, beside)], self._sizes[bisect_left(self._sizes, tokens)]
 
     def _capture(self, form: tuple[int, int]) -> bool:
-        """Whether there is a graph now."""
-        if form not in self._met:
-            self._met.add(form)
-            return False
+        """Whether there is a graph now. Lengths are those of this step, slots the padding slot."""
         try:
             with padded(self._slots):
                 self._graphs[form] = Captured(lambda: self._forward(form), self._memory)
