@@ -12,7 +12,7 @@ class Rows:
     Without a cache (training, tests) `slots` and `pages` are None, `past` is zero and every row starts from nothing.
 
     In a recorded step only the device knows how long rows are. There is a `total` then, and `lens` are the most that
-    rows can have, two or more: kernels take them for the sizes of grids, all else from `starts`. References want lengths.
+    rows can have, two or more: kernels take them for the sizes of grids and all else from `starts`; references cannot.
     """
 
     lens: tuple[int, ...]  # tokens of each row: known to the host, so shapes never wait for the device

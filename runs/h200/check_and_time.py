@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import chunks
 import compare
 import speculation
 import torch
@@ -1439,6 +1440,12 @@ def speculate() -> None:
     speculation.speeds("cuda", say, record, ("bf16", "nvfp4"), True, show)
 
 
+def chunked() -> None:
+    """Chunks of prompts as graphs: see chunks.py. Each form compiles its kernels first, where they were not before."""
+    chunks.texts("cuda", say, verdict)
+    chunks.times(MODEL[0], "cuda", say, record, show)
+
+
 SECTIONS = {
     "info": (info, 30), "check": (check, 80), "build": (build, 30), "bisect": (bisect, 40), "whole": (whole, 40),
     "halves": (halves, 60), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 60),
@@ -1447,7 +1454,7 @@ SECTIONS = {
     "small": (time_small, 40), "attention": (time_attention, 40), "long": (time_long, 40),
     "four": (four, 160), "tune": (tune, 150),
     "ahead": (ahead, 240), "prefill8": (prefill_eight, 120),
-    "speculation": (speculate, 150),
+    "chunks": (chunked, 150), "speculation": (speculate, 150),
 }  # fmt: skip
 USUAL = (
     "info", "check", "build", "whole", "halves", "prefill", "parts", "kernels", "engine", "guesses", "sample", "mamba",

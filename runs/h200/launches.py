@@ -26,6 +26,7 @@ from leyden.config.drafter import DrafterConfig
 from leyden.config.model import ModelConfig
 from leyden.engine import draft_capture
 from leyden.engine.capture import CapturedGraphs
+from leyden.engine.chunk_capture import CapturedChunks
 from leyden.engine.draft_capture import CapturedDraftGraphs
 from leyden.engine.drafting import Drafting
 from leyden.engine.sampler import Sampler
@@ -104,6 +105,13 @@ def drafted(config: ModelConfig, model: Any, rows: int, drafter: Any, draft: Dra
     report(f"{rows} rows with {draft.width} drafts of {name}")
 
 
+def chunk(config: ModelConfig, model: Any, tokens: int, beside: int) -> None:
+    graphs = CapturedChunks(model, pool_of(config, 32, NO_DRAFTER), (), None)
+    COUNTS.clear()
+    graphs._forward((beside, tokens))
+    report(f"{tokens} tokens of a prompt beside {beside} rows of one")
+
+
 def main() -> None:
     JITFunction.run = launched  # type: ignore
     registry._device = lambda args: "cuda"
@@ -116,6 +124,8 @@ def main() -> None:
     with torch.inference_mode(), Operations():
         single(config, model, 1)
         single(config, model, 8)
+        for tokens, beside in ((6, 0), (512, 0), (1024, 8)):
+            chunk(config, model, tokens, beside)
         drafted(config, model, 1, MTP(model, 3), DraftShape(3, 2, 1), "mtp")
         layers = (6, config.num_key_value_heads, config.head_dim)
         drafted(config, model, 1, DFlash(network, model, 7), DraftShape(7, 0, 0, layers), "dspark")
