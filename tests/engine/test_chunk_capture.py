@@ -46,7 +46,15 @@ def captured(model: Nemotron, **options: Any) -> Engine:
     runner = made.runner
     for array in (runner.pool.kv, runner.pool.conv, runner.pool.ssm):
         array.fill_(torch.nan)
-    runner.chunks = CapturedChunks(model, runner.pool, runner._taps, None)
+    runner.chunks = chunks = CapturedChunks(model, runner.pool, runner._taps, None)
+    forward = chunks._forward
+
+    def checked(form: tuple[int, int]) -> Tensor:
+        starts = chunks._starts[form[1]].tolist()
+        assert starts == sorted(starts) and starts[0] == 0 and starts[-1] == form[1], "kernels believe what stands here"
+        return forward(form)
+
+    chunks._forward = checked  # type: ignore[method-assign]
     return made
 
 

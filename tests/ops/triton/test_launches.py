@@ -22,6 +22,9 @@ def test_launches_of_a_step():
     most = {
         "1 rows of one token": 200,
         "8 rows of one token": 310,
+        "6 tokens of a prompt beside 0 rows of one": 325,
+        "512 tokens of a prompt beside 0 rows of one": 465,
+        "1024 tokens of a prompt beside 8 rows of one": 670,
         "1 rows with 3 drafts of mtp": 425,
         "1 rows with 7 drafts of dspark": 560,
     }
