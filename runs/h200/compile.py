@@ -101,12 +101,12 @@ def weight(*shape: int, format: Any = None) -> Weight:
     return Weight(*shape, dtype=BF, format=format).requires_grad_(False)
 
 
-def rows(lens: list[int]) -> Rows:
+def rows(lens: list[int], total: int | None = None) -> Rows:
     count = len(lens)
     starts, past, slots, pages = (
         torch.empty(shape, dtype=torch.int32) for shape in ((count + 1,), (count,), (count,), (count, 72))
     )
-    return Rows(tuple(lens), starts, past, slots, pages)
+    return Rows(tuple(lens), starts, past, slots, pages, total)
 
 
 def mamba() -> None:
@@ -127,8 +127,9 @@ def mamba() -> None:
                 under(f"fold {count}", ssm.mamba_fold, *fold)
             under(f"verify {count}", ssm.mamba_verify, few[0], *layer, *tail, *states, ring, few[1])
             under(f"replay {count}", ssm.mamba_replay, *layer, 8, *states, ring, numbers, numbers, numbers, 5)
-    for lens in ([200], [700], [1000, 300]):
-        tokens, batch = sum(lens), rows(lens)
+    for lens, total in (([200], None), ([700], None), ([1000, 300], None), ([6] * 5, 6), ([512] * 5, 512)):
+        batch = rows(lens, total)
+        tokens = batch.tokens
         projected, state = empty(tokens, 10304), empty(3, 64, 64, 128, dtype=F32)
         under(f"conv {lens}", conv.causal_conv, projected[:, 4096:10240], *taps, empty(3, 3, 6144), batch)
         x, B, C = empty(tokens, 6144).split([4096, 1024, 1024], -1)
@@ -141,8 +142,9 @@ def attend() -> None:
         cache = empty(2, 200, 16, 2, 128, dtype=dtype)
         x, matrices = empty(1, 2688), [weight(size, 2688) for size in (4096, 256, 256)]
         under("qkv", qkv.qkv_write, x, *matrices, cache, rows([1]), 0.5, 0.5)
-        for lens in ([1], [1] * 64, [4], [8] * 4, [700]):
-            batch, tokens, label = rows(lens), sum(lens), f"attention {lens[0]} x {len(lens)}"
+        for lens, total in (([1], None), ([1] * 64, None), ([4], None), ([8] * 4, None), ([700], None), ([6] * 5, 6)):
+            batch, label = rows(lens, total), f"attention {lens[0]} x {len(lens)}"
+            tokens = batch.tokens
             k = empty(tokens, 2, 128)
             under(label, attention.kv_write, k, k, cache, batch, 0.5, 0.5)
             under(label, attention.attention, empty(tokens, 32, 128), cache, batch, 0.5, 0.5)
