@@ -1441,8 +1441,12 @@ def speculate() -> None:
 
 
 def chunked() -> None:
-    """Chunks of prompts as graphs: see chunks.py. Each form compiles its kernels first, where they were not before."""
+    """Chunks of prompts as graphs: see chunks.py. Most of the time goes into compiling kernels for fp32."""
     chunks.texts("cuda", say, verdict)
+
+
+def turns() -> None:
+    """What chunks of prompts take by graphs and without."""
     chunks.times(MODEL[0], "cuda", say, record, show)
 
 
@@ -1454,7 +1458,7 @@ SECTIONS = {
     "small": (time_small, 40), "attention": (time_attention, 40), "long": (time_long, 40),
     "four": (four, 160), "tune": (tune, 150),
     "ahead": (ahead, 240), "prefill8": (prefill_eight, 120),
-    "chunks": (chunked, 150), "speculation": (speculate, 150),
+    "chunks": (chunked, 120), "turns": (turns, 100), "speculation": (speculate, 150),
 }  # fmt: skip
 USUAL = (
     "info", "check", "build", "whole", "halves", "prefill", "parts", "kernels", "engine", "guesses", "sample", "mamba",

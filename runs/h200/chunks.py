@@ -1,7 +1,7 @@
 """Chunks of prompts on the device: the same text by graphs and without, no synchronisation, and what either takes.
 
-A section of check_and_time.py. By itself on a machine without a GPU, with small models and steps done again in place of
-graphs: PYTHONPATH=. python runs/h200/chunks.py
+Two sections of check_and_time.py, chunks and turns. By itself on a machine without a GPU, with small models and steps
+done again in place of graphs: PYTHONPATH=. python runs/h200/chunks.py
 """
 
 import sys
@@ -129,15 +129,23 @@ def texts(device: str, say: Say, verdict: Verdict) -> None:
     more = made.stats().recorded_steps - plain.stats().recorded_steps
     say(f"  {len(wanted)} answers, {len(forms)} graphs, {more} of {made.stats().steps} steps were chunks by graphs")
     verdict("chunks: length of the padding slot", float(made.runner.pool.committed[0]), 0)
-    if device == "cuda":
-        text = words(400, 7, vocabulary)
-        ask(made, [request("w", text, 1)])
-        with unsynchronised() as waits:
-            made.submit(request("s", text + words(200, 8, vocabulary), 4))
-            for _ in range(3):  # the turn, its header, a token
-                made.step()
-        ask(made, [])
-        verdict(f"chunks: waits for the device {waits}", float(len(waits)), 0)
+    for one, name in ((plain, "one by one"), (made, "by graphs")) if device == "cuda" else ():
+        verdict(f"chunks {name}: a turn waits for the device {(waits := turn(one, vocabulary))}", len(waits), 0)
+
+
+def turn(engine: Engine, vocabulary: int) -> list[str]:
+    """What of a turn behind a cached prefix waits for the device."""
+    text, new = words(400, 7, vocabulary), words(200, 8, vocabulary)
+    for i in range(3):  # what is met for the first time, and captured
+        ask(engine, [request("a", [i, *text], 1)])
+        ask(engine, [request("b", [i, *text, *new], 4)])
+    ask(engine, [request("a", text, 1)])
+    with unsynchronised() as waits:
+        engine.submit(request("b", text + new, 4))
+        for _ in range(3):  # the turn, its header, a token
+            engine.step()
+    ask(engine, [])
+    return waits
 
 
 def first(engine: Engine, new: int, known: int, seed: int, marked: bool, vocabulary: int) -> float:
