@@ -20,6 +20,8 @@ from torch import Tensor
 from leyden import ops
 from leyden.config.model import ModelConfig
 
+_AT_ONCE = 2**28  # bytes that are copied in one launch, unless a layer has more
+
 
 @dataclass(frozen=True)
 class DraftShape:
@@ -111,13 +113,13 @@ class Pool:
 
     def copy_states(self, sources: Tensor, targets: Tensor) -> None:
         """States of `sources` to `targets`, both int64 [N]; everything is read before anything is written."""
-        for layer in (layer for array in self.states for layer in array):
-            layer[targets] = layer[sources]
+        for array in self.states:
+            _copy(array, sources, targets)
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """Content of pages `sources` to pages `targets`, both int64 [N]; all is read before anything is written."""
-        for layer in (layer for array in self.paged for layer in array):
-            layer[:, targets] = layer[:, sources]
+        for array in self.paged:
+            _copy(array.flatten(0, 1), sources, targets)
 
     def map(self, slots: Tensor, indices: Tensor, pages: Tensor) -> None:
         """Write `pages` into the page tables at (slot, index); all int64 [N]."""
@@ -160,6 +162,13 @@ class Pool:
         conv += (period - 1) * recent_width(config) * conv_dtype.itemsize
         ssm = config.mamba_num_heads * config.mamba_head_dim * config.ssm_state_size * ssm_dtype.itemsize
         return config.pattern.count("M") * (conv + ssm)
+
+
+def _copy(array: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Columns `sources` of array [layers, N, ...] to columns `targets`: few launches, and little memory beside it."""
+    each = len(sources) * prod(array.shape[2:]) * array.itemsize
+    for layers in array.split(max(1, _AT_ONCE // max(1, each))):
+        layers[:, targets] = layers[:, sources]
 
 
 def recent_width(config: ModelConfig) -> int:

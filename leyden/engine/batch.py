@@ -43,7 +43,8 @@ def build(rows: list[Row], pool: Pool, last: Tensor, drafts: Tensor) -> Batch:
     within = np.arange(starts[-1], dtype=np.int32) - starts[row_of]
     slots = np.array([row.slot for row in rows], dtype=np.int32)
     width = drafts.shape[1]
-    border = sum(row.n <= 1 + width for row in rows)  # the plan puts short rows first
+    short = 1 + width if any(row.drafts for row in rows) else 1
+    border = sum(row.n <= short for row in rows)  # the plan puts short rows first
     sampling = np.array([i for i, row in enumerate(rows) if row.sample], dtype=np.int32)
     guessed = np.array([rows[i].drafts for i in sampling], dtype=np.int32)
     ends = starts[1:][sampling] - 1 - guessed

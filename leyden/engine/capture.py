@@ -34,7 +34,7 @@ class CapturedGraphs(Graphs):
         self._records = bool(self._sizes)
         del self._pages  # these graphs read the pool's own tables
         self._captured: dict[tuple[str, int, int], tuple[Captured, Tensor | None]] = {}
-        self._memory = torch.cuda.graph_pool_handle()
+        self.memory = torch.cuda.graph_pool_handle()
         self._size = self._width = 0  # rows and pages of the next graph
 
     def load(self, rows: list[Row]) -> Tensor | None:
@@ -72,7 +72,7 @@ class CapturedGraphs(Graphs):
         key = what, count, self._width
         if key not in self._captured:
             with padded(self._slots[:count], self._sampler.last[:1]):
-                made = Captured(step, self._memory)
+                made = Captured(step, self.memory)
             self._captured[key] = made, self._positions.get(count)
             logger.debug("captured %s of %d rows with %d pages", *key)
         made, positions = self._captured[key]

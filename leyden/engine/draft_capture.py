@@ -38,7 +38,7 @@ class CapturedDraftGraphs(DraftGraphs):
         self._slots = self._rows[0]
         self._columns = torch.arange(pool.shape.pages_per_slot, dtype=torch.int32, device=device)
         self._places = torch.arange(sampler.drafts.shape[1], dtype=torch.int32, device=device)
-        self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def _load(self, plan: Plan) -> tuple[int, ...] | None:
         rows, sizes, page = plan.rows, self._sizes, self._pool.shape.page
@@ -87,7 +87,7 @@ class CapturedDraftGraphs(DraftGraphs):
         # what a trial draws after a forward pass is of another step: its keys are nobody's
         tables = [made.ctx.narrow.pages for made in self._passes.values() if made.ctx.narrow.pages is not None]
         with padded(self._rows, self._sampler.last[:1], *tables):
-            return Captured(closed, self._memory)
+            return Captured(closed, self.memory)
 
 
 def draft_graphs(

@@ -8,6 +8,7 @@ here is how the CPU does it; draft_capture.py says what is different on CUDA.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,6 +66,7 @@ class DraftGraphs:
     A row with fewer drafts than the others has guesses of no token.
     """
 
+    memory: Any = None  # of CUDA graphs
     any_op = False  # whether a recording may hold operations that are no kernels of ours
 
     def __init__(self, model: Nemotron, pool: Pool, sampler: Sampler, drafting: Drafting):

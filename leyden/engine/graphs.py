@@ -6,6 +6,7 @@ addresses. All of these must stay, too. capture.py says what is different on CUD
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ class Graphs:
 
     Two for each number: up to the logits, and up to the next tokens for rows whose sampling is plain.
     """
+
+    memory: Any = None  # of CUDA graphs
 
     def __init__(self, model: Nemotron, pool: Pool, sampler: Sampler):
         slots, device = pool.shape.slots, pool.committed.device

@@ -10,8 +10,9 @@ from torch import Tensor
 from leyden.cache.pool import Pool
 from leyden.cache.store import Store
 from leyden.config.engine import CAPTURE_SIZES
-from leyden.engine.batch import build
+from leyden.engine.batch import Batch, build
 from leyden.engine.capture import graphs
+from leyden.engine.chunk_capture import CapturedChunks
 from leyden.engine.draft_capture import draft_graphs
 from leyden.engine.drafting import Drafted, Drafting
 from leyden.engine.grammar import Allowed
@@ -48,6 +49,9 @@ class Runner:
         self.verify_seconds = 0.0  # of steps with drafts, on the host
         self.graphs = graphs(model, pool, sampler, capture_sizes)
         self.draft_graphs = draft_graphs(model, pool, sampler, self.drafting, capture_sizes) if self.drafting else None
+        self.chunks: CapturedChunks | None = None
+        if pool.committed.device.type == "cuda" and capture_sizes:
+            self.chunks = CapturedChunks(model, pool, self._taps, (self.draft_graphs or self.graphs).memory)
 
     @torch.inference_mode()
     def run(self, plan: Plan, allowed: Callable[[list[Row]], Allowed | None] = lambda rows: None) -> "StepOutput":
@@ -65,7 +69,7 @@ class Runner:
         self.recorded_steps += output.drawn is not None
         if output.drawn is None:
             batch = build(rows, self.pool, self.sampler.last, self.sampler.drafts)
-            hidden, taps = self.model(batch.tokens, batch.context, self.drafting.taps if self.drafting else ())
+            hidden, taps = self._forward(rows, batch)
             output.prompt = self._prompt_logprobs(plan, hidden)
             counts = batch.lens
             if sampling:
@@ -85,6 +89,17 @@ class Runner:
             self.waiting.fold(slot for slot, _ in plan.snapshots)
             self.pool.copy_states(*self._columns(plan.snapshots))
         return output
+
+    def _forward(self, rows: list[Row], batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        if self.chunks is not None and (done := self.chunks.run(rows, batch)) is not None:
+            self.recorded_steps += 1
+            return done
+        made: tuple[Tensor, list[Tensor]] = self.model(batch.tokens, batch.context, self._taps)
+        return made
+
+    @property
+    def _taps(self) -> tuple[int, ...]:
+        return self.drafting.taps if self.drafting else ()
 
     def _recorded(self, rows: list[Row], allowed: Callable[[list[Row]], Allowed | None]) -> Drawn | None:
         """A step of single tokens by its recording, commit included, if there is one."""

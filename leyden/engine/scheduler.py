@@ -128,7 +128,6 @@ class Scheduler:
         self._out: list[Delta] = []  # for sequences that end outside commit
         self._numbers = 0
         self._seeds = random.Random(seed)
-        self._short = 1 + limits.drafts  # tokens of a row that is not a prompt's
         self._schedule = schedule or Schedule([limits.drafts], [(1, limits.seqs, limits.drafts)])
         self._shorten = shorten
         self._choice: Choice = NONE  # of the step that was planned last
@@ -197,7 +196,7 @@ class Scheduler:
         if not rows:
             return None
         self._moved = []
-        ordered = sorted(rows.items(), key=lambda item: item[1].n > self._short)
+        ordered = sorted(rows.items(), key=lambda item: item[1].n)
         tried_by = self._choice[0]
         if self.limits.drafts:
             self._choice = self._schedule.choose(sum(row.sample for row in rows.values()) or 1)

@@ -35,8 +35,7 @@ class Waiting:
         """Before rows run: single tokens without guesses beside them may wait; of the other rows nothing does."""
         if self._pool.shape.period == 1:
             return
-        short = 1 + self._pool.shape.draft.width
-        guesses = any(1 < row.n <= short for row in rows)
+        guesses = any(row.drafts for row in rows)
         single = {row.slot for row in rows if row.n == 1 and not guesses}
         self.fold(row.slot for row in rows if row.slot not in single)
         if new := single - self._slots:

@@ -12,7 +12,8 @@ from leyden.ops.rows import Rows
 
 @dataclass(slots=True)
 class Context:
-    """Rows of at most width + 1 tokens come first (`narrow`), longer ones after (`wide`); either part may be empty.
+    """Rows of one token come first (`narrow`), longer ones after (`wide`); either part may be empty. Where rows have
+    drafts, all rows of at most width + 1 tokens are narrow.
 
     All tokens of wide rows are certain. Of narrow ones the first is, and more of them may turn out to be.
 

@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import chunks
 import compare
 import speculation
 import torch
@@ -1892,6 +1893,16 @@ def speculate() -> None:
     speculation.speeds("cuda", say, record, ("nvfp4", "bf16"), True, show)
 
 
+def chunked() -> None:
+    """Chunks of prompts as graphs: see chunks.py. Most of the time goes into compiling kernels for fp32."""
+    chunks.texts("cuda", say, verdict)
+
+
+def turns() -> None:
+    """What chunks of prompts take by graphs and without."""
+    chunks.times(MODEL[0], "cuda", say, record, show)
+
+
 SECTIONS = {
     "info": (info, 30), "check": (check, 80), "build": (build, 30), "bisect": (bisect, 40), "whole": (whole, 40),
     "halves": (halves, 60), "prefill": (prefill, 50), "parts": (time_prefill, 40), "kernels": (kernels, 60),
@@ -1901,7 +1912,7 @@ SECTIONS = {
     "small": (time_small, 40), "narrow": (narrow, 50), "attention": (time_attention, 100), "long": (time_long, 40),
     "four": (four, 160), "tune": (tune, 150),
     "wide": (time_wide, 90), "ahead": (ahead, 240), "prefill8": (prefill_eight, 120),
-    "speculation": (speculate, 150),
+    "chunks": (chunked, 120), "turns": (turns, 100), "speculation": (speculate, 150),
 }  # fmt: skip
 USUAL = (
     "info", "check", "build", "whole", "halves", "prefill", "parts", "kernels", "engine", "guesses", "sample", "mamba",

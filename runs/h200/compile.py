@@ -156,12 +156,12 @@ def weight(*shape: int, format: Any = None) -> Weight:
     return Weight(*shape, dtype=BF, format=format).requires_grad_(False)
 
 
-def rows(lens: list[int], per: int = 72) -> Rows:
+def rows(lens: list[int], per: int = 72, total: int | None = None) -> Rows:
     count = len(lens)
     starts, past, slots, pages = (
         torch.empty(shape, dtype=torch.int32) for shape in ((count + 1,), (count,), (count,), (count, per))
     )
-    return Rows(tuple(lens), starts, past, slots, pages)
+    return Rows(tuple(lens), starts, past, slots, pages, total)
 
 
 def mamba() -> None:
@@ -182,8 +182,9 @@ def mamba() -> None:
                 under(f"fold {count}", ssm.mamba_fold, *fold)
             under(f"verify {count}", ssm.mamba_verify, few[0], *layer, *tail, *states, ring, few[1])
             under(f"replay {count}", ssm.mamba_replay, *layer, 8, *states, ring, numbers, numbers, numbers, 5)
-    for lens in ([200], [700], [1000, 300]):
-        tokens, batch = sum(lens), rows(lens)
+    for lens, total in (([200], None), ([700], None), ([1000, 300], None), ([6] * 5, 6), ([512] * 5, 512)):
+        batch = rows(lens, total)
+        tokens = batch.tokens
         projected, state = empty(tokens, 10304), empty(3, 64, 64, 128, dtype=F32)
         under(f"conv {lens}", conv.causal_conv, projected[:, 4096:10240], *taps, empty(3, 3, 6144), batch)
         x, B, C = empty(tokens, 6144).split([4096, 1024, 1024], -1)
@@ -198,11 +199,13 @@ def attend() -> None:
         for lens in ([1], [1, 1], [1] * 8, [4, 1, 3], [1] * 16, [4] * 4):
             x, label = empty(sum(lens), 2688), f"qkv {sum(lens)} in {len(lens)}"
             under(label, qkv.qkv_write, x, *matrices, cache, rows(lens), 0.5, 0.5)
-        for lens, per in (
-            ([1], 72), ([1], 2048), ([1] * 8, 72), ([1] * 64, 72), ([1] * 256, 72), ([2], 2048), ([4], 2048),
-            ([8], 2048), ([8] * 4, 72), ([700], 72),
+        for lens, per, total in (
+            ([1], 72, None), ([1], 2048, None), ([1] * 8, 72, None), ([1] * 64, 72, None), ([1] * 256, 72, None),
+            ([2], 2048, None), ([4], 2048, None), ([8], 2048, None), ([8] * 4, 72, None), ([700], 72, None),
+            ([6] * 5, 72, 6),
         ):  # fmt: skip
-            batch, tokens, label = rows(lens, per), sum(lens), f"attention {lens[0]} x {len(lens)}"
+            batch, label = rows(lens, per, total), f"attention {lens[0]} x {len(lens)}"
+            tokens = batch.tokens
             k = empty(tokens, 2, 128)
             under(label, attention.kv_write, k, k, cache, batch, 0.5, 0.5)
             under(label, attention.attention, empty(tokens, 32, 128), cache, batch, 0.5, 0.5)

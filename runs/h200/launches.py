@@ -26,6 +26,7 @@ from leyden.config.drafter import DrafterConfig
 from leyden.config.model import ModelConfig
 from leyden.engine import draft_capture
 from leyden.engine.capture import CapturedGraphs
+from leyden.engine.chunk_capture import CapturedChunks
 from leyden.engine.draft_capture import CapturedDraftGraphs
 from leyden.engine.drafting import Drafting
 from leyden.engine.sampler import Sampler
@@ -112,6 +113,13 @@ def drafted(config: ModelConfig, model: Any, rows: int, drafter: Any, draft: Dra
     report(f"{rows} rows with {draft.width} drafts of {name}")
 
 
+def chunk(config: ModelConfig, model: Any, tokens: int, beside: int, layout: str) -> None:
+    graphs = CapturedChunks(model, pool_of(config, 32, NO_DRAFTER), (), None)
+    COUNTS.clear()
+    graphs._forward((beside, tokens))
+    report(f"{tokens} tokens of a prompt beside {beside} rows of one, {layout}")
+
+
 def tiled(network: nn.Module) -> None:
     """Bring matrices in NVFP4 into the order in which the first product leaves them."""
     for _, weight in matrices(network):
@@ -144,6 +152,8 @@ def main() -> None:
         with torch.inference_mode(), Operations():
             for rows in (1, 8):
                 single(config, model, rows, layout)
+            for tokens, beside in ((6, 0), (512, 0), (1024, 8)):
+                chunk(config, model, tokens, beside, layout)
             drafted(config, model, 1, MTP(model, 3), DraftShape(3, 2, 1), f"mtp, {layout}")
             drafted(config, model, 1, DFlash(network, model, 7), DraftShape(7, 0, 0, layers), f"dspark, {layout}")
 

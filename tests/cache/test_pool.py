@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from leyden.cache import pool as module
 from leyden.cache.pool import DraftShape, Pool, PoolShape
 from tests.engine.conftest import TINY
 
@@ -32,6 +33,18 @@ def test_pages_are_copied_with_what_the_drafter_keeps_in_them(kv_dtype: torch.dt
     pool.copy_pages(torch.tensor([1, 2]), torch.tensor([2, 4]))  # read before anything is written
     for cache in (pool.kv, pool.draft):
         assert cache[:, :, :, 0, 0, 0].float().unique(dim=0).tolist() == [[[0, 1, 1, 3, 2, 5]] * 2]
+
+
+@pytest.mark.parametrize("at_once", [1, 2**28])
+def test_states_are_copied_layer_by_layer_or_together(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr(module, "_AT_ONCE", at_once)
+    one = made(DraftShape())
+    for states in one.states:
+        states.copy_(torch.arange(states.numel()).view_as(states))
+    before = [states.clone() for states in one.states]
+    one.copy_states(torch.tensor([1, 2]), torch.tensor([2, 0]))  # read before anything is written
+    for states, old in zip(one.states, before, strict=True):
+        assert torch.equal(states, old[:, [2, 1, 1]])
 
 
 def test_page_tables_reach_behind_the_end_as_far_as_a_drafter_writes() -> None:

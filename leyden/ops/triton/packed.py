@@ -177,7 +177,8 @@ def _product(
     M, N, x_stride, to_stride,
     K: tl.constexpr, BITS: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, UP: tl.constexpr,
     EARLY: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr,
-    DEPTH: tl.constexpr, AHEAD: tl.constexpr, LATER: tl.constexpr, LONE: tl.constexpr, BLOCK_P: tl.constexpr, TOUCH: tl.constexpr,
+    DEPTH: tl.constexpr, AHEAD: tl.constexpr, LATER: tl.constexpr, LONE: tl.constexpr, BLOCK_P: tl.constexpr,
+    TOUCH: tl.constexpr,
 ):  # fmt: skip
     """out[i, n] = sum_k x[i, k] W[n, k]; with UP relu(.)^2.
 
@@ -285,7 +286,13 @@ def _product(
             if TOUCH == 2:
                 for i in tl.static_range((K // 16 + THREADS // 8 - 1) // (THREADS // 8)):
                     sector = t + 4 * warp + i * (THREADS // 8)
-                    held = held + (tl.load((own_x + sector * 16).to(tl.pointer_type(tl.int32), bitcast=True), mask=sector < K // 16, other=0),)
+                    held = held + (
+                        tl.load(
+                            (own_x + sector * 16).to(tl.pointer_type(tl.int32), bitcast=True),
+                            mask=sector < K // 16,
+                            other=0,
+                        ),
+                    )
             sources = sources + (own_x + (own_k + part * 64),)
         sums = ()  # type: tuple[object, ...]
         for _ in tl.static_range(TILES * GROUPS * 4):
