@@ -183,7 +183,7 @@ def mamba() -> None:
             under(f"verify {count}", ssm.mamba_verify, few[0], *layer, *tail, *states, ring, few[1])
             under(f"replay {count}", ssm.mamba_replay, *layer, 8, *states, ring, numbers, numbers, numbers, 5)
     for lens, total in (([200], None), ([700], None), ([1000, 300], None), ([6] * 5, 6), ([512] * 5, 512)):
-        batch = rows(lens, total)
+        batch = rows(lens, total=total)
         tokens = batch.tokens
         projected, state = empty(tokens, 10304), empty(3, 64, 64, 128, dtype=F32)
         under(f"conv {lens}", conv.causal_conv, projected[:, 4096:10240], *taps, empty(3, 3, 6144), batch)
