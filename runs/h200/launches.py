@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
+from leyden import ops
 from leyden.bench import middling
 from leyden.cache.pool import NO_DRAFTER, DraftShape, Pool, PoolShape
 from leyden.config.drafter import DrafterConfig
@@ -31,7 +32,6 @@ from leyden.engine.drafting import Drafting
 from leyden.engine.sampler import Sampler
 from leyden.model.checkpoint import build
 from leyden.model.drafters import DrafterNetwork
-from leyden.ops import registry
 from leyden.spec.dflash import DFlash
 from leyden.spec.mtp import MTP
 from leyden.types import Plan, Row
@@ -106,14 +106,12 @@ def drafted(config: ModelConfig, model: Any, rows: int, drafter: Any, draft: Dra
 
 def main() -> None:
     JITFunction.run = launched  # type: ignore
-    registry._device = lambda args: "cuda"
-    torch.cuda.graph_pool_handle = lambda: None  # type: ignore
     setattr(draft_capture, "Captured", Once)  # noqa: B010
     with TemporaryDirectory() as made:
         config = ModelConfig.from_folder(middling.describe(Path(made), **middling.RELEASE, num_nextn_predict_layers=1))
     model = build(config, torch.bfloat16, "meta", True).eval().requires_grad_(False)
     network = DrafterNetwork(DrafterConfig.from_dict(middling.drafter_keys(config, "dspark")), torch.bfloat16, "meta")
-    with torch.inference_mode(), Operations():
+    with torch.inference_mode(), ops.standing_for("cuda"), Operations():
         single(config, model, 1)
         single(config, model, 8)
         drafted(config, model, 1, MTP(model, 3), DraftShape(3, 2, 1), "mtp")
