@@ -152,7 +152,7 @@ class Engine:
         if config.prefill_dtype == "fp8":
             eight.check(device, dtype)
         drafting = config.speculative.settle(architecture, str(folder)) if config.speculative else None
-        start = Start(config, folder, architecture, dtype, drafting, partial(_settle, config))
+        start = Start(config, folder, architecture, dtype, drafting, partial(_round_prompts, config))
         compilation = start.compiled(device)
         mtp = drafting is not None and "mtp" in drafting.methods(architecture)
         model = checkpoint.build(architecture, dtype, device, mtp)
@@ -176,7 +176,7 @@ class Engine:
             twins.keep(model, torch.cuda.mem_get_info(device)[1])
         backends.apply(foreign, model)  # a matrix that a package takes over loses its twin
         split = divide(config, architecture, dtype, device.type, free(config, device), taken)
-        _settle(config, model, split)
+        _round_prompts(config, model, split)
         if split.shape.kv_dtype.itemsize == 1:
             if device.type == "cpu":
                 logger.warning("an FP8 cache has no kernels on the CPU: steps are slower than with other caches")
@@ -426,7 +426,7 @@ def _take_processors(config: EngineConfig) -> None:
         torch.set_num_threads(config.threads)
 
 
-def _settle(config: EngineConfig, model: Nemotron, split: Split) -> None:
+def _round_prompts(config: EngineConfig, model: Nemotron, split: Split) -> None:
     """With --prefill-dtype fp8 steps that are wider than any without prompts may round activations to 8 bits: decoding
     never does."""
     if config.prefill_dtype != "fp8":

@@ -29,8 +29,9 @@ from torch import Tensor
 from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import ASTSource, make_backend
-from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -69,11 +70,16 @@ class Job:
         group = get_cache_manager(sha256(key.encode()).hexdigest()).get_group(file) or {}
         return file in group
 
+    @property
+    def call(self) -> tuple[str, ...]:
+        """What kernels have in common that one C function of Triton's can launch."""
+        return tuple("*" if kind.startswith("*") else kind for kind in map(str, self.source.signature.values()))
+
     def compile(self) -> Any:
         return triton.compile(self.source, target=self.target, options=self.options)
 
 
-class _Absent:
+class Absent:
     """In place of Triton's driver: a GPU of which nothing but the target is known."""
 
     def __init__(self, target: GPUTarget):
@@ -110,7 +116,7 @@ def noted(capability: int) -> Iterator[list[Job]]:
     noted again in another block.
     """
     assert not INTERPRETED.value
-    absent, jobs = _Absent(GPUTarget("cuda", capability, 32)), []
+    absent, jobs = Absent(GPUTarget("cuda", capability, 32)), []
     before, compile, address = driver._active, JITFunction._do_compile, Tensor.data_ptr
 
     def note(
@@ -157,6 +163,7 @@ class Compilation:
 
     def wait(self) -> None:
         """Until the first list is compiled, or will not be."""
+        triton_key()  # a part of every key, from all the files of Triton: there is time for it now
         while self._told is not None and select.select([self._told], [], [], _SILENCE)[0]:
             if os.read(self._told, 1) != b".":
                 return  # it is, or the process has ended
@@ -178,8 +185,11 @@ def _work(stages: Callable[[], Iterable[list[Job]]], processes: int, tell: int, 
     for jobs in stages():
         todo, started, told = [job for job in jobs if not job.done], time.monotonic(), 0.0
         for done in compile_all(todo, processes):
-            if first:
+            if first and done:
                 os.write(tell, b".")
+            elif first:
+                with suppress(Exception):
+                    nvidia.CudaUtils()  # C, too, and of every kernel
             if time.monotonic() > told + _PAUSE:
                 level = logging.INFO if first else logging.DEBUG
                 logger.log(level, "compiling kernels, %d of %d", done, len(todo))
@@ -195,26 +205,30 @@ def _work(stages: Callable[[], Iterable[list[Job]]], processes: int, tell: int, 
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> Iterator[int]:
-    """Compile `jobs` in up to so many `processes`: 0, then how many are done each time that one is."""
+    """Compile `jobs`, and the C functions that launch them, in up to so many `processes`: 0, then each time that one is
+    done how many are."""
     if not jobs:
         return
-    yield 0
+    first = {job.call: i for i, job in reversed(list(enumerate(jobs)))}
     (queue, put), (told, tell) = os.pipe(), os.pipe()
     os.write(put, b"".join(i.to_bytes(2) for i in range(len(jobs))))  # they are read two bytes at a time, each once
     os.close(put)
 
     def work() -> None:
         while number := os.read(queue, 2):
-            job = jobs[int.from_bytes(number)]
+            i = int.from_bytes(number)
             try:
-                job.compile()
+                made = jobs[i].compile()
+                if first[jobs[i].call] == i:
+                    nvidia.CudaLauncher(made.src, made.metadata)
             except Exception as error:
-                logger.debug("%s does not compile: %s", job.name, error)
+                logger.debug("%s is left to whoever launches it: %s", jobs[i].name, error)
             os.write(tell, b".")
 
     pids = [_forked(work) for _ in range(min(processes, len(jobs)))]
     os.close(queue)
     os.close(tell)
+    yield 0
     done = 0
     while os.read(told, 1):
         done += 1
