@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +37,8 @@ from leyden.types import Admit, Plan, Row, SamplingParams
 logger = log.get(__name__)
 
 _PROCESSES = 16  # at most: each takes some 200 MB
-_FIRST = (16, 24, 100)  # tokens of the prompts of first answers
+_FIRST = (16, 24, 100, 300)  # tokens of the prompts of first answers
+_HEADER = 5  # tokens of an assistant's header, before which the state of a prompt is kept
 _START = 100  # tokens that are there before a step
 
 
@@ -75,26 +76,27 @@ class Start:
         if device.type != "cuda":
             return Nothing()
         try:
-            from leyden.ops.triton.compiling import INTERPRETED, Compilation
+            from leyden.ops.triton import compiling  # needs Triton, which CPUs do without
 
-            if INTERPRETED.value:
+            if compiling.INTERPRETED.value:
                 return Nothing()
             major, minor = torch.cuda.get_device_capability(device)
-            room, total = free(self.config, device), torch.cuda.mem_get_info(device)[1]
-            what = f"{self.config} {self.architecture} {self.dtype} {self.drafting} {major}.{minor} {total}"
+            left, total = free(self.config, device), torch.cuda.mem_get_info(device)[1]
+            config = replace(self.config, model="") if self.config.load_format == "dummy" else self.config
+            what = f"{config} {self.architecture} {self.dtype} {self.drafting} {major}.{minor} {total}"
             processes = min(_PROCESSES, len(os.sched_getaffinity(0)))
-            return Compilation(lambda: self.kernels(10 * major + minor, room, total), processes, what)
+            return compiling.Compilation(lambda: self.kernels(10 * major + minor, left, total), processes, what)
         except Exception:
             logger.debug("kernels are compiled when they are first needed", exc_info=True)
             return Nothing()
 
-    def kernels(self, capability: int, free: int, total: int) -> Iterator[list[Any]]:
-        """Those of a first answer, then those of other steps, on a GPU with `free` bytes of `total` for weights and
-        cache. Nothing here touches it."""
+    def kernels(self, capability: int, left: int, total: int) -> Iterator[list[Any]]:
+        """Those of a first answer, then those of other steps, as Jobs: on a GPU with `total` bytes, so many left
+        for weights and cache. Nothing here touches it."""
         from leyden.ops.triton.compiling import noted
 
         with _quiet():
-            split, runner = self._outline(free, total)
+            split, runner = self._outline(left, total)
         for plans in (_first(split), _others(split, self.config)):
             failed: list[Exception] = []
             with noted(capability) as jobs, _quiet():
@@ -107,7 +109,7 @@ class Start:
                 logger.debug("no kernels are noted of %d steps", len(failed), exc_info=failed[0])
             yield jobs
 
-    def _outline(self, free: int, total: int) -> tuple[Split, Runner]:
+    def _outline(self, left: int, total: int) -> tuple[Split, Runner]:
         """The engine's split, and a runner like its own, without memory."""
         config, drafting = self.config, self.drafting
         mtp = drafting is not None and "mtp" in drafting.methods(self.architecture)
@@ -122,7 +124,7 @@ class Start:
         twins.keep(model, total)
         weights = sum(p.nbytes for p in model.parameters())
         weights += sum(w.twin.nbytes for w in model.modules() if isinstance(w, Weight) and w.twin is not None)
-        split = divide(config, self.architecture, self.dtype, "cuda", free - weights, taken)
+        split = divide(config, self.architecture, self.dtype, "cuda", left - weights, taken)
         self.settle(model, split)
         _thin(model)
         pool = Pool(model.config, split.shape, "meta")
@@ -167,6 +169,7 @@ def _first(split: Split) -> Iterator[Plan]:
     drafts = split.shape.draft.width
     for tokens in _FIRST:
         yield from _steps(split, 0, 0, [tokens])
+    yield from _steps(split, 0, 0, [_HEADER], start=_START)
     yield from _steps(split, 1, drafts)
 
 
