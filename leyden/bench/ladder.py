@@ -38,7 +38,7 @@ _STEPS = {"cpu": 24, "cuda": 100}
 _WARM = {"cpu": 0, "cuda": 20}
 _DRAFTS = (
     'as of leyden serve, such as {"method": "mtp", "num_speculative_tokens": 3}; without a model in it dflash and '
-    "dspark have random weights in the size of a release"
+    "dspark have random weights in the size and the layout of a release (--layout, or the key quantization)"
 )
 _KEPT = "tokens of a sequence per step by decree, its drafts among them, such as 2.9 (with --speculative-config)"
 
@@ -198,7 +198,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("model", nargs="?", help="folder of a checkpoint (default: random weights, 1.6 billion)")
     parser.add_argument("--release", action="store_true", help="random weights of a release's size, 30 billion")
     parser.add_argument(
-        "--layout", choices=["bf16", "nvfp4"], default="bf16", help="formats of random weights, as released"
+        "--layout", choices=middling.LAYOUTS, default="bf16", help="formats of random weights, as released"
     )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to measure")
     parser.add_argument("--sample", action="store_true", help="draw with temperature 1 and top_p 0.95")
@@ -221,9 +221,10 @@ def main(argv: Sequence[str]) -> int:
         if drafts.get("method") == "mtp":
             sizes = sizes | {"num_nextn_predict_layers": 1}
         folder = resolve(given.model) if given.model else middling.describe(Path(made), given.layout, **sizes)
-        if drafts.get("method") in ("dflash", "dspark") and "model" not in drafts:
-            target = ModelConfig.from_folder(folder)
-            drafts["model"] = str(middling.drafter(Path(made) / "drafter", target, drafts["method"], 0, given.device))
+        if _is_random(drafts):
+            target, layout = ModelConfig.from_folder(folder), drafts.pop("quantization", given.layout)
+            network = middling.drafter(Path(made) / "drafter", target, drafts["method"], layout, device=given.device)
+            drafts["model"] = str(network)
         ladder = Ladder(
             folder,
             given.quantization,
@@ -265,6 +266,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _is_random(drafts: dict[str, Any]) -> bool:
+    """Whether the drafter is a network that has yet to be made."""
+    return drafts.get("method") in ("dflash", "dspark") and "model" not in drafts
+
+
 def _drafts(given: argparse.Namespace) -> dict[str, Any]:
     """What the engine is told about drafts."""
     try:
@@ -273,6 +279,12 @@ def _drafts(given: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--speculative-config: expected a JSON object, got {error}") from None
     if not isinstance(drafts, dict):
         raise ConfigError(f"--speculative-config: expected a JSON object, got {given.speculative_config}")
+    layout = drafts.get("quantization", given.layout)
+    if _is_random(drafts) and layout not in middling.LAYOUTS:
+        accepted = ", ".join(middling.LAYOUTS)
+        raise ConfigError(
+            f"--speculative-config.quantization of random weights must be one of {accepted}; got {layout!r}"
+        )
     if given.synthetic_acceptance is None:
         return drafts
     if not drafts:

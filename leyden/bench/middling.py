@@ -56,6 +56,17 @@ RELEASE: dict[str, Any] = {
 }
 
 
+LAYOUTS = ("bf16", "nvfp4")  # of the releases
+
+# The quantization_config of the NVFP4 drafters: fc, the MLPs and W2 of the Markov head in 4 bits.
+DRAFTER_NVFP4: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "W4A16_NVFP4",
+    "group_size": 16,
+    "exclude_modules": ["*embed_tokens*", "*markov_w1*", "*self_attn*"],
+}
+
+
 def describe(folder: Path, layout: str = "bf16", **overrides: Any) -> Path:
     """Write config.json alone: what a start with dummy weights needs. layout: bf16, or nvfp4 as mixed() has it."""
     keys = CONFIG | overrides
@@ -87,30 +98,37 @@ def write(folder: Path, seed: int = 0, **overrides: Any) -> ModelConfig:
     return config
 
 
-def drafter(folder: Path, target: ModelConfig, method: str, seed: int = 0, device: str = "cpu") -> Path:
-    """Write a random drafter, dflash or dspark, with the target's embeddings."""
+def drafter(
+    folder: Path, target: ModelConfig, method: str, layout: str = "bf16", seed: int = 0, device: str = "cpu"
+) -> Path:
+    """Write a random drafter, dflash or dspark, in `layout`, one of LAYOUTS, with the target's embeddings. ConfigError
+    if its matrices do not fit the formats."""
     network = DrafterNetwork(DrafterConfig.from_dict(drafter_keys(target, method)), torch.bfloat16, device)
     del network.embed_tokens
-    random = torch.Generator(device).manual_seed(seed)
-    for name, parameter in network.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.data.fill_(1)
-        else:
-            parameter.data.uniform_(-0.035, 0.035, generator=random)
+    if layout == "nvfp4":
+        allot(network)
+    dummy(network, seed)
     draft_checkpoint.save(network, folder)
     return folder
 
 
+def allot(network: DrafterNetwork) -> None:
+    """Give the matrices of a drafter the formats of the NVFP4 releases, their values uninitialised."""
+    formats = scheme.Scheme(DRAFTER_NVFP4)
+    for name, weight in matrices(network):
+        weight.allot(formats.format_of(name), next(weight.parameters()).device)
+
+
 def drafter_keys(target: ModelConfig, method: str) -> dict[str, Any]:
     """The config.json of a drafter, dflash or dspark, in the proportions of the releases: six layers that see six of
-    the target's, attention as wide as the target's, MLPs 16/7 of its hidden size."""
+    the target's, attention as wide as the target's, MLPs 16/7 of its hidden size in whole tiles of 64."""
     layers, hidden = target.num_hidden_layers, target.hidden_size
     dspark = method == "dspark"
     return {
         "architectures": ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"],
         "vocab_size": target.vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": hidden * 16 // 7 // 32 * 32,
+        "intermediate_size": hidden * 16 // 7 // 64 * 64,
         "num_hidden_layers": 6,
         "num_attention_heads": target.num_attention_heads,
         "num_key_value_heads": target.num_key_value_heads,

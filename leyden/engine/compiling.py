@@ -31,7 +31,7 @@ from leyden.model import checkpoint, twins
 from leyden.model.context import Context
 from leyden.model.nemotron import Nemotron
 from leyden.model.rounded import narrow
-from leyden.spec.load import load, room
+from leyden.spec.load import load, networks, room
 from leyden.types import Admit, Plan, Row, SamplingParams
 
 logger = log.get(__name__)
@@ -121,9 +121,10 @@ class Start:
         model.eval().requires_grad_(False)
         drafters = load(drafting, model) if drafting else []
         taken = room(drafting, self.architecture) if drafting else NO_DRAFTER
-        twins.keep(model, total)
-        weights = sum(p.nbytes for p in model.parameters())
-        weights += sum(w.twin.nbytes for w in model.modules() if isinstance(w, Weight) and w.twin is not None)
+        modules = nn.ModuleList([model, *networks(drafters)])
+        twins.keep(modules, total)
+        weights = sum(p.nbytes for p in modules.parameters())
+        weights += sum(w.twin.nbytes for w in modules.modules() if isinstance(w, Weight) and w.twin is not None)
         split = divide(config, self.architecture, self.dtype, "cuda", left - weights, taken)
         self.settle(model, split)
         _thin(model)

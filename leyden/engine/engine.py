@@ -35,7 +35,7 @@ from leyden.model.nemotron import Nemotron
 from leyden.model.rounded import narrow
 from leyden.ops import eight
 from leyden.spec.drafter import Drafter
-from leyden.spec.load import load, room
+from leyden.spec.load import load, networks, room
 from leyden.spec.schedule import Schedule
 from leyden.spec.synthetic import Synthetic
 from leyden.text.tokenizer import Tokenizer
@@ -173,7 +173,7 @@ class Engine:
         drafters = load(drafting, model) if drafting else []
         taken = room(drafting, architecture) if drafting else NO_DRAFTER
         if device.type == "cuda":
-            twins.keep(model, torch.cuda.mem_get_info(device)[1])
+            twins.keep([model, *networks(drafters)], torch.cuda.mem_get_info(device)[1])
         backends.apply(foreign, model)  # a matrix that a package takes over loses its twin
         split = divide(config, architecture, dtype, device.type, free(config, device), taken)
         _round_prompts(config, model, split)

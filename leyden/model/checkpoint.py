@@ -256,8 +256,9 @@ def remove_weights(folder: Path) -> None:
 
 
 @torch.no_grad()
-def dummy(model: Nemotron, seed: int = 0) -> None:
-    """Fill `model` with random values under which routing is near uniform and tokens route independently.
+def dummy(model: nn.Module, seed: int = 0) -> None:
+    """Fill `model`, or a drafter network, with random values under which routing is near uniform and tokens route
+    independently.
 
     Embeddings U(-1.73, 1.73); projections back into the residual stream U(-0.0035, 0.0035); other matrices and the
     convolution U(-0.035, 0.035); A U(-16, -1); dt_bias U(-6, -2); norms and D 1; router bias 0. A token's own embedding

@@ -56,6 +56,7 @@ their writes do no harm.
     attention_packed(q[T,heads,dim], k[T,kv,dim], v[T,kv,dim], rows) -> [T,heads,dim]    the same without a cache
     angles(positions[...], frequencies[dim/2] fp32, scale) -> (cos[...,dim/2], sin[...,dim/2])
     rotate(x[...,heads,dim], cos[...,dim/2], sin[...,dim/2]) -> [...,heads,dim]    rotary embedding in halves
+    silu_times(gate[...,I], up[...,I]) -> [...,I]                    silu(gate) * up
     swiglu(x[...,K], gate: Weight[I,K], up: Weight[I,K], down: Weight[N,I]) -> [...,N]    down(silu(gate x) * up x)
     block_attention(q[T,heads,dim], k[T,kv,dim], v[T,kv,dim], cache[2,pages,page,kv,dim], rows, causal, window,
                     sinks[heads]|None) -> [T,heads,dim]    a drafter's blocks over the cache before them and themselves
@@ -100,7 +101,6 @@ embed = Op(_linear.embed)
 rms_norm = Op(_norm.rms_norm)
 add_rms_norm = Op(_norm.add_rms_norm)
 linear = Op(_linear.linear)
-add_linear = Op(_linear.add_linear)
 mlp = Op(_linear.mlp)
 route = Op(_moe.route)
 experts = Op(_moe.experts)
@@ -118,7 +118,7 @@ attention = Op(_attention.attention)
 attention_packed = Op(_attention.attention_packed)
 angles = Op(_draft.angles)
 rotate = Op(_draft.rotate)
-swiglu = Op(_draft.swiglu)
+silu_times = Op(_draft.silu_times)
 block_attention = Op(_draft.block_attention)
 block_attention_packed = Op(_draft.block_attention_packed)
 confidence = Op(_draft.confidence)
@@ -134,3 +134,5 @@ from leyden.ops import fused as _fused  # noqa: E402, it is made of the ops abov
 qkv_write = Op(_fused.qkv_write)
 add_norm_route = Op(_fused.add_norm_route)
 add_norm_linear = Op(_fused.add_norm_linear)
+add_linear = Op(_fused.add_linear)
+swiglu = Op(_fused.swiglu)

@@ -29,6 +29,16 @@ def add_norm_linear(x: Tensor, residual: Tensor, norm: Tensor, eps: float, weigh
     return ops.linear(hidden, weight), total
 
 
+def add_linear(x: Tensor, weight: Weight, to: Tensor) -> Tensor:
+    """to + x @ W^T in the dtype of to [T, N], which the products may be rounded from that of x [T, K] to."""
+    return to + ops.linear(x, weight, to.dtype)
+
+
+def swiglu(x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
+    """down(silu(gate x) * up x): x [..., K], gate and up [I, K], down [N, I] -> [..., N]. (Shazeer, 2020.)"""
+    return ops.linear(ops.silu_times(ops.linear(x, gate), ops.linear(x, up)), down)
+
+
 def add_norm_route(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, gate: Tensor, bias: Tensor, *options: int | bool | float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -27,24 +27,24 @@ class DFlash:
 
     def __init__(self, network: DrafterNetwork, model: Nemotron, width: int, confident: bool = False):
         self.width, self.taps = width, network.config.target_layer_ids
-        self._network, self._model, self._confident = network, model, confident
+        self.network, self._model, self._confident = network, model, confident
         self._learned: Confidence | None = None
         self.steady = not confident or network.confidence_head is not None  # what is learned, the host learns
 
     def observe(self, seen: Seen) -> None:
         ctx = seen.ctx
         assert ctx.pool is not None
-        for cache, (k, v) in zip(ctx.pool.draft, self._network.context(seen.taps, ctx.positions), strict=True):
+        for cache, (k, v) in zip(ctx.pool.draft, self.network.context(seen.taps, ctx.positions), strict=True):
             for span, rows, _ in ctx.parts():
                 ops.kv_write(k[span], v[span], cache, rows)
         self._caches = ctx.pool.draft
-        if self._confident and self._network.confidence_head is None:
+        if self._confident and self.network.confidence_head is None:
             if self._learned is None:
                 self._learned = Confidence(ctx.pool.shape.slots, self.width, seen.tokens.device)
             self._learned.learn(seen)
 
     def draft(self, heads: Heads, count: int, pick: Pick) -> Draft:
-        network, sequences = self._network, len(heads.slots)
+        network, sequences = self.network, len(heads.slots)
         width = network.config.drafts_to_rows(count)
         begin = heads.anchors, heads.positions, width, network.config.mask_token_id
         tokens, positions, starts = ops.begin_block(*begin)

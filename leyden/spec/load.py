@@ -1,9 +1,12 @@
 """From what --speculative-config came to, to drafters for a model that is in place."""
 
+from collections.abc import Sequence
+
 from leyden.cache.pool import DraftShape
 from leyden.config.model import ModelConfig
 from leyden.config.speculative import SpeculativeConfig
 from leyden.model import draft_checkpoint
+from leyden.model.drafters import DrafterNetwork
 from leyden.model.nemotron import Nemotron
 from leyden.spec.dflash import DFlash
 from leyden.spec.drafter import Drafter
@@ -18,6 +21,11 @@ def load(config: SpeculativeConfig, model: Nemotron) -> list[Drafter]:
     CheckpointError for files that do not fit the model.
     """
     return [_load(method, config, model) for method in config.methods(model.config)]
+
+
+def networks(drafters: Sequence[Drafter]) -> list[DrafterNetwork]:
+    """Those that have weights of their own."""
+    return [drafter.network for drafter in drafters if isinstance(drafter, DFlash)]
 
 
 def _load(method: str, config: SpeculativeConfig, model: Nemotron) -> Drafter:

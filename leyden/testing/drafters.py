@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
+from leyden.bench import middling
 from leyden.config.drafter import DrafterConfig
 from leyden.config.model import ModelConfig
+from leyden.model.checkpoint import matrices
 from leyden.model.draft_checkpoint import save
 from leyden.model.drafters import DrafterNetwork
 
@@ -31,11 +33,13 @@ _DSPARK: dict[str, Any] = {
 }
 
 
-def tiny(folder: Path, target: ModelConfig, method: str = "dspark", seed: int = 0, **overrides: Any) -> DrafterConfig:
+def tiny(
+    folder: Path, target: ModelConfig, method: str = "dspark", seed: int = 0, layout: str = "bf16", **overrides: Any
+) -> DrafterConfig:
     """Write a random drafter for `target` into `folder`: two layers, two taps; `overrides` are keys of its config.json.
 
     Matrices normal with variance 1 / inputs, embeddings and sinks normal, norms near 1: drafts differ from token to
-    token and are almost never right.
+    token and are almost never right. layout: one of middling.LAYOUTS.
     """
     raw = {
         "vocab_size": target.vocab_size,
@@ -56,5 +60,16 @@ def tiny(folder: Path, target: ModelConfig, method: str = "dspark", seed: int = 
         mean, std = (1, 0.1) if name.endswith("norm.weight") else (0, 1) if parameter.dim() == 1 else (0, None)
         std = std or (1 if "embed" in name or "markov_w1" in name else parameter.shape[-1] ** -0.5)
         parameter.data.copy_(torch.randn(parameter.shape, generator=random) * std + mean)
+    if layout == "nvfp4":
+        _round(network)
     save(network, folder)
     return network.config
+
+
+def _round(network: DrafterNetwork) -> None:
+    """Bring the matrices into the formats of the NVFP4 releases."""
+    values = {name: weight.dense().detach() for name, weight in matrices(network)}
+    middling.allot(network)
+    for name, weight in matrices(network):
+        for part, rounded in weight.format.quantize(values[name]).items():
+            weight.parts[part].data.copy_(rounded)

@@ -36,7 +36,7 @@ from leyden.cache.pool import Pool, PoolShape, recent_width
 from leyden.config.model import ModelConfig
 from leyden.formats import Weight
 from leyden.formats.fp8 import FP8
-from leyden.formats.nvfp4 import NVFP4, arrange
+from leyden.formats.nvfp4 import NVFP4, Tiled, arrange
 from leyden.model import checkpoint, twins
 from leyden.model.context import Context
 from leyden.model.eight import round_above
@@ -44,6 +44,7 @@ from leyden.ops import eight as products
 from leyden.ops.reference import eight as exactly
 from leyden.ops.rows import Rows
 from leyden.ops.triton import attention, conv, eight, grouped, launch, linear, moe, nvfp4, packed, scan, ssm
+from leyden.ops.triton import wide as codes
 
 CONFIG = ModelConfig(
     pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
@@ -73,6 +74,11 @@ SCANS = [  # tokens of a segment and of a chunk, then how states and outputs are
         (None, 128, (64, 2, 8, 128), (64, 1, 8, 255)),
     )
 ]  # fmt: skip
+GATHERED: Sequence[codes.Shape] = (  # the chosen ones first
+    codes.GATHERED, codes.GATHERED_FEW, (1, 128, 128, 4, 8), (2, 128, 128, 4, 8), (2, 64, 128, 4, 4),
+    (1, 256, 128, 4, 8), (2, 64, 128, 4, 8),
+)  # fmt: skip
+LISTED = (128, 128, 4, 8), (32, 64, 5, 4)  # rows of x and of the matrix, stages, warps: of rows that are fetched
 FOUR_BITS = {1: 1000, 8: 3000, 32: 5800, 64: 9300, 128: 15500, 256: 25000}  # tok/s, the bars in the release's formats
 VLLM = {1: 297, 8: 1144, 32: 2378, 64: 3702, 128: 6288}  # tok/s, the peer's BF16 row
 READ = 4.46e12  # bytes/s
@@ -180,7 +186,10 @@ def check_joined() -> None:
         cos, sin, heads = randn(count, 64, dtype=torch.float32), randn(count, 64, dtype=torch.float32), randn(count, *Q)
         three = [stored(randn(*shape, scale=0.02)) for shape in ((6144, H), (6144, H), (H, 6144))]
         turned, gated = ops.rotate(heads, cos, sin), ops.swiglu(x, *three)
+        angled = torch.arange(64, dtype=torch.int32, device="cuda") * 16381, 1e4 ** -(cos[0].abs().cumsum(0) / 64), 1.25
+        sines = ops.angles(*angled)
         with ops.using("reference"):
+            verdict(f"angles {count}", max(map(error, sines, ops.angles(*angled))), 1e-6)
             verdict(f"rotate {count}", error(turned, ops.rotate(heads.float(), cos, sin)), 4e-3)
             verdict(f"swiglu {count}", error(gated, ops.swiglu(x.float(), *map(wide, three))), 1e-2)
 
@@ -935,7 +944,8 @@ def time_mamba() -> None:
                 each(f"mamba_step M={count} {str(dtype)[6:]} {shape} {fused}", runs, size)
             recent = randn(23, count + 1, 15, recent_width(CONFIG))
             began, apart = torch.zeros(count + 1, device="cuda").int(), rows([1000 + i % 16 for i in range(count)])
-            for one in (None, *((halves if dtype == torch.float16 else singles) if count > 8 else ())):
+            streams = (None, *((heads, 64, stages, 4, 128) for heads in (1, 2, 4, 8) for stages in (3, 4)))
+            for one in streams if count > 8 else (None,):
                 runs = [
                     partial(
                         ssm.mamba_lazy_step, p, m.conv1d.weight[:, 0], m.conv1d.bias, m.A_log, m.D, m.dt_bias,
@@ -984,7 +994,7 @@ def in_few_bits() -> None:
             weight.parts["weight"].copy_(torch.randn(weight.shape, device="cuda").mul_(32).to(torch.float8_e4m3fn))
             weight.parts["weight_scale"].fill_(0.02 / 32)
     torch.cuda.empty_cache()
-    say(f"  twins: {twins.keep(MODEL[0], torch.cuda.mem_get_info()[1]) / 2**30:.2f} GiB")
+    say(f"  twins: {twins.keep(MODEL[:1], torch.cuda.mem_get_info()[1]) / 2**30:.2f} GiB")
 
 
 def tried(name: str, run: Callable[[], None]) -> None:
@@ -1254,6 +1264,110 @@ def time_eight() -> None:
         products.FAST = kept
 
 
+def check_wide(layer: Any) -> None:
+    """Both products of experts in four bits, tile by tile and as a whole, and the same bits twice."""
+    up, down = layer.experts.up_proj, layer.experts.down_proj
+    exact = [weight.format.dequantize(weight.parts, torch.float32) for weight in (up, down)]
+    assert all([arrange(weight) for weight in (up, down)])
+    count = 1100  # 52 rows for an expert, on average
+    x, w = randn(count, H), torch.rand(count, CHOICES, device="cuda")
+    likely = torch.rand(count, EXPERTS, device="cuda")
+    likely[:, 3], likely[:, 5], likely[7:, 64:90] = -1, 2, -1  # one for nobody, one for everybody, some for a few rows
+    ids = likely.topk(CHOICES).indices
+    lists = order, offsets = moe.listed(ids, EXPERTS)
+    rows, bounds = codes.gathered(x, order, CHOICES), offsets.tolist()
+    plain = x[(order // CHOICES).long()]
+    verdict("wide: gathered", float((rows != codes.ordered(plain)).float().mean()), 0)
+    hidden = torch.cat([plain[a:b].float() @ m.t() for m, a, b in zip(exact[0], bounds, bounds[1:], strict=False)])
+    hidden = hidden.to(BF).float().relu().square().to(BF)
+    wanted = torch.cat([hidden[a:b].float() @ m.t() for m, a, b in zip(exact[1], bounds, bounds[1:], strict=False)])
+    h = codes.ordered(hidden)
+
+    expected = h.float(), torch.empty_like(wanted).index_copy_(0, order.long(), wanted)
+
+    def products(shape: codes.Shape | None) -> None:
+        """None: by the kernel of fewer rows, as chosen."""
+        for name, matrix, is_up, result in (("up", up, True, expected[0]), ("down", down, False, expected[1])):
+            made = [torch.full_like(result, torch.nan, dtype=BF) for _ in range(2)]
+            for out in made:
+                if shape:
+                    codes.gathered_product(rows if is_up else h, matrix, out, is_up, lists, shape)
+                else:
+                    codes.product(codes.ordered(x) if is_up else h, matrix, out, is_up, CHOICES, lists)
+            verdict(f"wide {name} {shape}", error(made[0], result), 4e-3)
+            verdict("  twice the same bits", float((made[0] != made[1]).float().mean()), 0)
+
+    def whole(name: str, limit: int) -> None:
+        kept, nvfp4.DENSE_ROWS = nvfp4.DENSE_ROWS, limit
+        try:
+            got, again = (ops.experts(x, ids, w, up, down) for _ in range(2))
+        finally:
+            nvfp4.DENSE_ROWS = kept
+        with ops.using("reference"):
+            result = ops.experts(x.float(), ids, w, *map(stored, exact))
+        verdict(f"wide experts, {name}", error(got, result), 8e-3)
+        verdict("  twice the same bits", float((got != again).float().mean()), 0)
+
+    for shape in (*GATHERED, None):
+        tried(f"wide {shape}", partial(products, shape))
+    tried("wide experts, gathered", partial(whole, "gathered", 1 << 30))
+    tried("wide experts, decoded", partial(whole, "decoded", 0))
+
+
+def time_wide_prompt(tokens: int, layers: Sequence[Any], dense: Sequence[Tensor]) -> None:
+    pairs, flop = tokens * CHOICES, 2 * tokens * CHOICES * H * EXPERT
+    x, w = randn(tokens, H), torch.rand(tokens, CHOICES, device="cuda")
+    ids = torch.rand(tokens, EXPERTS, device="cuda").topk(CHOICES).indices
+    lists = order, offsets = moe.listed(ids, EXPERTS)
+    rows, h = codes.gathered(x, order, CHOICES), randn(pairs, EXPERT)
+    hidden, done = torch.empty_like(h), torch.empty_like(rows)
+    ups, downs = [m.experts.up_proj for m in layers], [m.experts.down_proj for m in layers]
+
+    def rated(label: str, up: Sequence[Callable[[], object]], down: Sequence[Callable[[], object]]) -> None:
+        took = each(f"{tokens} {label}, up", up), each(f"{tokens} {label}, down", down)
+        rates = [flop / took[0] / 1e6, flop / took[1] / 1e6, 2 * flop / sum(took) / 1e6]
+        say("    up, down and both:", *(f"{rate:.0f}" for rate in rates), "TFLOP/s")
+        record(f"{tokens} {label}, TFLOP/s", rates)
+
+    for shape in GATHERED:
+        rated(f"gathered {shape}", [partial(codes.gathered_product, rows, m, hidden, True, lists, shape) for m in ups],
+              [partial(codes.gathered_product, h, m, done, False, lists, shape) for m in downs])  # fmt: skip
+    for few in LISTED:
+        rated(f"listed {few}", [partial(codes.product, x, m, hidden, True, CHOICES, lists, few) for m in ups],
+              [partial(codes.product, h, m, done, False, CHOICES, lists, few) for m in downs])  # fmt: skip
+    rated("16 bits", [partial(grouped.product, rows, dense[0], order, offsets, True)] * len(ups),
+          [partial(grouped.product, h, dense[1], order, offsets, False)] * len(ups))  # fmt: skip
+    kept = nvfp4.DENSE_ROWS
+    for name, nvfp4.DENSE_ROWS in (("gathered", 1 << 30), ("decoded first", 0)):
+        us = each(f"{tokens} experts, {name}",
+                  [partial(ops.experts, x, ids, w, *pair) for pair in zip(ups, downs, strict=True)])  # fmt: skip
+        say(f"    {2 * flop / us / 1e6:.0f} TFLOP/s")
+    nvfp4.DENSE_ROWS = kept
+    each(f"{tokens} listed", [partial(moe.listed, ids, EXPERTS)] * 2)
+    each(f"{tokens} gathered, ordered", [partial(codes.gathered, x, order, CHOICES)] * 2, (tokens + pairs) * H * 2)
+    each(f"{tokens} gathered", [partial(grouped.gathered, x, order, CHOICES)] * 2, (tokens + pairs) * H * 2)
+    each(f"{tokens} ordered", [partial(codes.ordered, x)] * 2, 2 * tokens * H * 2)
+    each(f"{tokens} relu^2 ordered", [partial(codes.ordered, h)] * 2, 2 * pairs * EXPERT * 2)
+    each(f"{tokens} added up", [partial(moe.combined, done, w, tokens, H, 0)] * 2, (tokens + pairs) * H * 2)
+
+
+def time_wide() -> None:
+    """Experts in four bits for prompts: checks; their products cut in several ways; what is around them."""
+    layers = mixers("MoE")[:4]
+    for weight in [w for m in layers for w in (m.experts.up_proj, m.experts.down_proj)]:
+        if not isinstance(weight.format, NVFP4 | Tiled):
+            four_bits(weight)
+    check_wide(layers[0])
+    say(f"  {VERDICTS.count(True)} checks passed, {VERDICTS.count(False)} failed so far")
+    assert all([arrange(w) for m in layers for w in (m.experts.up_proj, m.experts.down_proj)])
+    dense = [nvfp4.decoded(weight) for weight in (layers[0].experts.up_proj, layers[0].experts.down_proj)]
+    for tokens in (8192, 2048, 32768, 1024):
+        torch.cuda.empty_cache()
+        tried(f"prompt of {tokens}", partial(time_wide_prompt, tokens, layers[: 4 if tokens < 10000 else 1], dense))
+    each("a stack decoded", [partial(nvfp4.decoded, m.experts.up_proj) for m in layers],
+         EXPERTS * EXPERT * H * (9 / 16 + 2))  # fmt: skip
+
+
 def awaited(run: Callable[[], object], times: int = 3) -> float:
     """Milliseconds of one run; waiting for the device within is an error."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -1435,8 +1549,9 @@ def time_long() -> None:
 def speculate() -> None:
     """Steps with drafts as graphs: see speculation.py. The model of the other sections makes room."""
     MODEL.clear()
+    speculation.products("cuda", verdict)
     speculation.texts("cuda", say, verdict)
-    speculation.speeds("cuda", say, record, ("bf16", "nvfp4"), True, show)
+    speculation.speeds("cuda", say, record, ("nvfp4", "bf16"), True, show)
 
 
 SECTIONS = {
@@ -1446,7 +1561,7 @@ SECTIONS = {
     "mamba": (time_mamba, 80), "moe": (time_moe, 100), "linear": (time_linear, 80), "pdl": (without_pdl, 30),
     "small": (time_small, 40), "attention": (time_attention, 40), "long": (time_long, 40),
     "four": (four, 160), "tune": (tune, 150),
-    "ahead": (ahead, 240), "prefill8": (prefill_eight, 120),
+    "wide": (time_wide, 90), "ahead": (ahead, 240), "prefill8": (prefill_eight, 120),
     "speculation": (speculate, 150),
 }  # fmt: skip
 USUAL = (

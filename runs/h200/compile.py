@@ -24,14 +24,48 @@ from leyden.formats import Weight
 from leyden.formats.fp8 import FP8
 from leyden.formats.nvfp4 import NVFP4, Tiled
 from leyden.ops.rows import Rows
-from leyden.ops.triton import attention, conv, draft, eight, linear, moe, norm, nvfp4, qkv, sample, scan, ssm
+from leyden.ops.triton import attention, conv, draft, eight, linear, moe, norm, nvfp4, qkv, sample, scan, ssm, wide
 from leyden.ops.triton.compiling import Job, noted
 
 SHARED = 232_448  # bytes that a program can have
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF, F32, F16, E4M3 = torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn
+WIDE = (  # what section `wide` of check_and_time.py times beside the chosen
+    wide.GATHERED_FEW, (1, 128, 128, 4, 8), (2, 128, 128, 4, 8), (2, 64, 128, 4, 4), (1, 256, 128, 4, 8),
+    (2, 64, 128, 4, 8),
+)  # fmt: skip
 SEEN: set[str] = set()
 BAD: list[str] = []
+
+
+def overwritten(code: str) -> str:
+    """The first instruction that writes a register from which a product on its way may still take its left operand, ""
+    if there is none: products end in groups, when somebody waits for them, and a loop begins with what its end left."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\d+ +)?(\S+) *([^;]*);", code)
+    place = {int(address, 16): i for i, (address, _, _) in enumerate(found)}
+
+    def walk(begin: int, end: int, groups: list[set[int]]) -> str:
+        for address, name, rest in found[begin:end]:
+            if name.startswith("WARPGROUP.DEPBAR"):
+                del groups[: max(0, len(groups) - 1 - int(rest.split(",")[1], 16))]  # the last one is not closed
+            elif name.startswith("HGMMA"):
+                if left := re.match(r"R\d+, R(\d+), gdesc", rest):
+                    groups[-1] |= set(range(int(left[1]), int(left[1]) + 4))
+                if "gsb0" in rest:
+                    groups.append(set())
+            elif (target := re.match(r"R(\d+)\b", rest)) and not name.startswith(("ST", "RED", "BAR")):
+                width = 4 if re.search(r"\.128|M88\.4", name) else 2 if re.search(r"\.64|WIDE", name) else 1
+                if set(range(int(target[1]), int(target[1]) + width)) & set().union(*groups):
+                    return f"{address} {name} {rest}"
+        return ""
+
+    bad = walk(0, len(found), [set()])
+    for i, (address, name, rest) in enumerate(found):
+        target = re.search(r"0x([0-9a-f]+)", rest) if name == "BRA" else None
+        if target and int(target[1], 16) < int(address, 16):
+            groups: list[set[int]] = [set()]
+            bad = bad or walk(place[int(target[1], 16)], i, groups) or walk(place[int(target[1], 16)], i, groups)
+    return bad
 
 
 def compiled(label: str, job: Job) -> None:
@@ -51,10 +85,14 @@ def compiled(label: str, job: Job) -> None:
         file.write(made.asm["cubin"])
         file.flush()
         usage = subprocess.run([DUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        listing = subprocess.run([DUMP, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     code = made.asm["ttgir"]
     if re.search(r"warp_group_dot .*dot_op<\{opIdx = 0", code) and set(re.findall(r"pendings = (\d+)", code)) - {"0"}:
         BAD.append(name)  # see launch.complete
         print(f"{name} computes an operand in registers that a product of the iteration before may still read")
+    if bad := overwritten(listing) if "HGMMA" in listing else "":
+        BAD.append(name)
+        print(f"{name} writes what a product may still read: {bad}")
     registers, stack = (int(re.findall(rf"{what}:(\d+)", usage)[-1]) for what in ("REG", "STACK"))
     if made.metadata.shared > SHARED:
         BAD.append(name)
@@ -128,7 +166,7 @@ def attend() -> None:
 
 def products() -> None:
     for count in (1, 2, 8, 16, 64):
-        for size, k in ((10304, 2688), (2688, 4096), (256, 2688), (131072, 2688)):
+        for size, k in ((10304, 2688), (2688, 4096), (2688, 16128), (256, 2688), (131072, 2688)):
             x, in_sixteen, in_eight, in_four = (
                 empty(count, k),
                 *(weight(size, k, format=f) for f in (None, FP8(), Tiled(NVFP4()))),
@@ -161,7 +199,13 @@ def products() -> None:
     under("decoded nvfp4", nvfp4.decoded, packed[0])
     for matrix in packed:
         under(f"recoded {matrix.shape[-1]}", eight.operand, matrix)
-    order = torch.empty(49152, dtype=torch.int32)
+    order, offsets = torch.zeros(49152, dtype=torch.int32), torch.zeros(129, dtype=torch.int32)
+    for matrix, up in zip(packed, (True, False), strict=False):
+        size, k = matrix.shape[1:]
+        for shape in WIDE:
+            gathered = empty(49152, k), matrix, empty(49152, size), up, (order, offsets), shape
+            under(f"gathered {up} {shape}", wide.gathered_product, *gathered)
+    under("gathered", wide.gathered, empty(8192, 2688), order, 6)
     for square in (False, True):
         for size in (2688, 1856, 4096):
             under(f"rounded {size} {square}", eight.rounded, empty(8192, size), square)
@@ -177,8 +221,13 @@ def rest() -> None:
         if count < 64:
             heads, angles = empty(count, 32, 128), empty(count, 64, dtype=F32)
             under(f"rotate {count}", draft.rotate, heads, angles, angles)
-            wide, narrow = weight(6144, 2688), weight(2688, 6144)
-            under(f"swiglu {count}", draft.swiglu, x, wide, wide, narrow)
+            under(f"angles {count}", draft.angles, torch.zeros(count, dtype=torch.int32), empty(64, dtype=F32), 1.0)
+            gates = empty(count, 6144)
+            under(f"silu_times {count}", draft.silu_times, gates, gates)
+            to, ranks = empty(count, 7, 131072, dtype=F32)[:, 1], (None, Tiled(NVFP4()))
+            for form, call in zip(ranks, (linear.add_linear, nvfp4.add_linear_nvfp4), strict=True):
+                if form is not None or count <= linear.NARROW_ROWS:
+                    under(f"add_linear {count}", call, empty(count, 512), weight(131072, 512, format=form), to)
         under(f"norms {count}", norm.add_rms_norm, x, x, empty(2688), 1e-5)
         floats, ints = empty(count, 6, dtype=F32), empty(count, 2, dtype=torch.int64)
         k, seeds = ints[:, 0], ints[:, 1]

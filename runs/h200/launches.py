@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
@@ -30,8 +30,10 @@ from leyden.engine.capture import CapturedGraphs
 from leyden.engine.draft_capture import CapturedDraftGraphs
 from leyden.engine.drafting import Drafting
 from leyden.engine.sampler import Sampler
-from leyden.model.checkpoint import build
+from leyden.formats.nvfp4 import NVFP4, Tiled
+from leyden.model.checkpoint import build, matrices
 from leyden.model.drafters import DrafterNetwork
+from leyden.model.nemotron import Nemotron
 from leyden.spec.dflash import DFlash
 from leyden.spec.mtp import MTP
 from leyden.types import Plan, Row
@@ -44,10 +46,16 @@ class Operations(TorchDispatchMode):
     """Counts what PyTorch would launch."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.split("::")[1]
-        if not func.is_view and name not in FREE:
+        name, out = func._schema.name.split("::")[1], func(*args, **(kwargs or {}))
+        # "to" and "contiguous" are views by their schemas, but for those that are none
+        copied = func.is_view and isinstance(out, Tensor) and not _shared(out, args[0])
+        if (copied or not func.is_view) and name not in FREE:
             COUNTS[f"torch {name}"] += 1
-        return func(*args, **(kwargs or {}))
+        return out
+
+
+def _shared(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def launched(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
@@ -76,7 +84,7 @@ def report(name: str, most: int = 40) -> None:
         print(f"    {count:4d} {what}")
 
 
-def single(config: ModelConfig, model: Any, rows: int) -> None:
+def single(config: ModelConfig, model: Any, rows: int, layout: str) -> None:
     pool = pool_of(config, rows, NO_DRAFTER)
     graphs = CapturedGraphs(model, pool, Sampler(rows + 1, config.vocab_size, "meta"), (rows,))
     graphs._size, graphs._width = rows, 64
@@ -88,7 +96,7 @@ def single(config: ModelConfig, model: Any, rows: int) -> None:
     graphs._run = once  # type: ignore
     graphs.tokens(rows)
     COUNTS["torch clone"] -= 1  # of what is given out
-    report(f"{rows} rows of one token")
+    report(f"{rows} rows of one token, {layout}")
 
 
 def drafted(config: ModelConfig, model: Any, rows: int, drafter: Any, draft: DraftShape, name: str) -> None:
@@ -104,19 +112,38 @@ def drafted(config: ModelConfig, model: Any, rows: int, drafter: Any, draft: Dra
     report(f"{rows} rows with {draft.width} drafts of {name}")
 
 
+def tiled(network: nn.Module) -> None:
+    """Bring matrices in NVFP4 into the order in which the first product leaves them."""
+    for _, weight in matrices(network):
+        if isinstance(weight.format, NVFP4) and Tiled.fits(weight.shape):
+            weight.allot(Tiled(weight.format), torch.device("meta"))
+
+
+def made(layout: str) -> tuple[ModelConfig, Nemotron, DrafterNetwork]:
+    """A release's target and its drafter, without memory."""
+    with TemporaryDirectory() as folder:
+        described = middling.describe(Path(folder), layout, **middling.RELEASE, num_nextn_predict_layers=1)
+        config = ModelConfig.from_folder(described)
+    model = build(config, torch.bfloat16, "meta", True).eval().requires_grad_(False)
+    network = DrafterNetwork(DrafterConfig.from_dict(middling.drafter_keys(config, "dspark")), torch.bfloat16, "meta")
+    if layout == "nvfp4":
+        middling.allot(network)
+    for one in (model, network):
+        tiled(one)
+    return config, model, network
+
+
 def main() -> None:
     JITFunction.run = launched  # type: ignore
     setattr(draft_capture, "Captured", Once)  # noqa: B010
-    with TemporaryDirectory() as made:
-        config = ModelConfig.from_folder(middling.describe(Path(made), **middling.RELEASE, num_nextn_predict_layers=1))
-    model = build(config, torch.bfloat16, "meta", True).eval().requires_grad_(False)
-    network = DrafterNetwork(DrafterConfig.from_dict(middling.drafter_keys(config, "dspark")), torch.bfloat16, "meta")
-    with torch.inference_mode(), ops.standing_for("cuda"), Operations():
-        single(config, model, 1)
-        single(config, model, 8)
-        drafted(config, model, 1, MTP(model, 3), DraftShape(3, 2, 1), "mtp")
+    for layout in middling.LAYOUTS:
+        config, model, network = made(layout)
         layers = (6, config.num_key_value_heads, config.head_dim)
-        drafted(config, model, 1, DFlash(network, model, 7), DraftShape(7, 0, 0, layers), "dspark")
+        with torch.inference_mode(), ops.standing_for("cuda"), Operations():
+            for rows in (1, 8):
+                single(config, model, rows, layout)
+            drafted(config, model, 1, MTP(model, 3), DraftShape(3, 2, 1), f"mtp, {layout}")
+            drafted(config, model, 1, DFlash(network, model, 7), DraftShape(7, 0, 0, layers), f"dspark, {layout}")
 
 
 if __name__ == "__main__":

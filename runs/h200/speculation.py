@@ -14,8 +14,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+from compare import error
 from torch import Tensor
+from torch.nn.functional import silu
 
+from leyden import ops
 from leyden.bench import middling
 from leyden.bench.ladder import Ladder
 from leyden.cache.pool import NO_DRAFTER, DraftShape, PoolShape
@@ -23,6 +26,8 @@ from leyden.config.model import ModelConfig
 from leyden.config.speculative import SpeculativeConfig
 from leyden.engine.engine import Engine
 from leyden.engine.memory import Split
+from leyden.formats import Weight
+from leyden.formats.nvfp4 import NVFP4
 from leyden.model.checkpoint import build
 from leyden.model.nemotron import Nemotron
 from leyden.spec.drafter import Draft, Drafter, Heads, Pick, Seen
@@ -33,10 +38,10 @@ from leyden.types import Request, SamplingParams
 Say = Callable[..., None]
 Verdict = Callable[[str, float, float], None]
 Record = Callable[[str, object], None]
-METHODS = ("mtp", "ngram", "dflash", "dspark")
+METHODS = ("mtp", "ngram", "dflash", "dspark", "dspark nvfp4")  # what drafts, and the layout of its network
 WIDTH, TOKENS = 3, 40
 # (method, drafts, tokens per step by decree)
-SPEEDS = (("", 0, 1.0), ("mtp", 3, 2.9), ("dspark", 7, 3.7))
+SPEEDS = (("", 0, 1.0), ("mtp", 3, 2.9), ("dspark", 7, 3.69))
 
 
 class Told:
@@ -92,6 +97,33 @@ def _run(engine: Engine, one: bool = False) -> dict[str, list[int]]:
     return found
 
 
+def products(device: str, verdict: Verdict, hidden: int = 2688, vocabulary: int = 131072) -> None:
+    """What a drafter in the four-bit layout multiplies with, against the matrices that the codes stand for."""
+    inner, rank, random = hidden * 16 // 7 // 64 * 64, 512, torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=random)
+
+    def stored(*shape: int) -> Weight:
+        made = Weight(*shape, dtype=torch.bfloat16, format=NVFP4()).requires_grad_(False).to(device)
+        for name, part in NVFP4().quantize(draw(*shape) * shape[1] ** -0.5).items():
+            made.parts[name].copy_(part)
+        return made
+
+    fc, w2 = stored(hidden, 6 * hidden), stored(vocabulary, rank)
+    mlp = [stored(inner, hidden), stored(inner, hidden), stored(hidden, inner)]
+    exact = {one: one.dense().float().t() for one in (fc, w2, *mlp)}
+    for rows in (1, 8, 64):
+        taps, x, few = (draw(rows, size).bfloat16() for size in (6 * hidden, hidden, rank))
+        verdict(f"nvfp4 drafter, {rows} rows: fc", error(ops.linear(taps, fc), taps.float() @ exact[fc]), 4e-3)
+        gate, up, down = (exact[one] for one in mlp)
+        between = silu(x.float() @ gate) * (x.float() @ up)
+        verdict("  its MLP", error(ops.swiglu(x, *mlp), between @ down), 1e-2)
+        to = draw(rows, 7, vocabulary)[:, 3]
+        bound = 1e-5 if device == "cuda" else 2e-3  # kernels for the CPU round a few rows of x
+        verdict("  its Markov head", error(ops.add_linear(few, w2, to), to + few.float() @ exact[w2]), bound)
+
+
 @torch.inference_mode(False)  # weights are loaded by threads, which know nothing of it
 def texts(device: str, say: Say, verdict: Verdict) -> None:
     """A small random model in fp32, where rounding decides over nothing."""
@@ -113,12 +145,13 @@ def texts(device: str, say: Say, verdict: Verdict) -> None:
         say(f"  told: kept {kept} of {told.stats().drafted_tokens}, {told.stats().recorded_steps} steps by graphs")
     with tempfile.TemporaryDirectory() as made:
         for method in METHODS:
-            keys: dict[str, Any] = {"method": method, "num_speculative_tokens": WIDTH}
-            if method in ("dflash", "dspark"):
+            kind, _, layout = method.partition(" ")
+            keys: dict[str, Any] = {"method": kind, "num_speculative_tokens": WIDTH}
+            if kind in ("dflash", "dspark"):
                 folder = Path(made, method)
-                drafters.tiny(folder, config, method)
+                drafters.tiny(folder, config, kind, layout=layout or "bf16")
                 keys["model"] = str(folder)
-            if method == "ngram":
+            if kind == "ngram":
                 keys |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
             settled = SpeculativeConfig.from_dict(keys).settle(config, "")
             eager, captured = (
@@ -157,12 +190,10 @@ def speeds(
     """Tokens per second of one sequence with synthetic acceptance. profile: shows the kernels of a step."""
     sizes = middling.RELEASE if release else {"hidden_size": 256, "vocab_size": 4096, "n_routed_experts": 8}
     with tempfile.TemporaryDirectory() as made:
-        network = None
         for layout in layouts:
             folder, alone = middling.describe(Path(made, layout), layout, **sizes, num_nextn_predict_layers=1), 0.0
-            if network is None:
-                target = ModelConfig.from_folder(folder)
-                network = middling.drafter(Path(made, "drafter"), target, "dspark", 0, device)
+            target = ModelConfig.from_folder(folder)
+            network = middling.drafter(Path(made, f"drafter {layout}"), target, "dspark", layout, device=device)
             for method, drafts, kept in SPEEDS:
                 keys: dict[str, Any] = {}
                 if method:
@@ -234,6 +265,7 @@ def main() -> None:
 
     setattr(draft_capture, "Captured", Again)  # noqa: B010
     setattr(runner, "draft_graphs", CapturedDraftGraphs)  # noqa: B010
+    products("cpu", check, 128, 512)
     texts("cpu", print, check)
     speeds("cpu", print, lambda name, value: None, ("bf16", "nvfp4"), False)
 

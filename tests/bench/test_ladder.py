@@ -8,8 +8,14 @@ import torch
 from leyden.bench import ladder, middling, peers
 from leyden.config.model import ModelConfig
 from leyden.errors import ConfigError
-from leyden.model.checkpoint import build
+from leyden.formats import Dense
+from leyden.formats.nvfp4 import NVFP4
+from leyden.model import draft_checkpoint
+from leyden.model.checkpoint import build, matrices
 from leyden.testing.checkpoints import tiny
+
+TOY = {"hidden_size": 64, "vocab_size": 512, "n_routed_experts": 8, "moe_intermediate_size": 64}
+TOY |= {"moe_shared_expert_intermediate_size": 64}
 
 
 def test_the_grid_of_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,10 +86,31 @@ def test_llama_needs_its_weights(tmp_path: Path) -> None:
         peers._child(["false"])
 
 
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_random_drafters_are_stored_as_the_releases_are(method: str, tmp_path: Path) -> None:
+    """NVFP4 without a scale of activations: fc, the MLPs, W2 of the Markov head. The MTP module is BF16 in both."""
+    target = ModelConfig.from_folder(middling.describe(tmp_path, "nvfp4", **TOY, num_nextn_predict_layers=1))
+    model = build(target, torch.bfloat16, "meta", mtp=True)
+    formats = {name: weight.format for name, weight in matrices(model)}
+    assert {format for name, format in formats.items() if name.startswith("mtp.")} == {Dense()}
+    assert formats["lm_head"] == NVFP4()
+    for layout in middling.LAYOUTS:
+        middling.drafter(tmp_path / layout, target, method, layout)
+        network = draft_checkpoint.load(tmp_path / layout, model.to_empty(device="cpu"))
+        coded = {name for name, weight in matrices(network) if weight.format == NVFP4()}
+        mlps = {f"layers.{i}.mlp.{part}_proj" for i in range(6) for part in ("gate", "up", "down")}
+        more = {"fc", "markov_head.markov_w2"} if method == "dspark" else {"fc"}
+        assert coded == (mlps | more if layout == "nvfp4" else set())
+        assert all(weight.format in (NVFP4(), Dense()) for _, weight in matrices(network))
+    described = json.loads((tmp_path / "nvfp4" / "config.json").read_text())["quantization_config"]
+    assert described["quant_algo"] == "W4A16_NVFP4" and described["group_size"] == 16
+
+
 @pytest.mark.parametrize("method", ["mtp", "dspark"])
 def test_steps_with_drafts_kept_by_decree(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny(tmp_path, "mtp")
-    drafts = json.dumps({"method": method, "num_speculative_tokens": 3})
+    layout = {"quantization": "nvfp4"} if method == "dspark" else {}
+    drafts = json.dumps({"method": method, "num_speculative_tokens": 3} | layout)
     sizes = ["--batches", "2", "--contexts", "20", "--prefill", "", "--repeats", "1", "--threads", "1"]
     decree = ["--speculative-config", drafts, "--synthetic-acceptance", "3"]
     if method == "mtp":
@@ -93,6 +120,8 @@ def test_steps_with_drafts_kept_by_decree(method: str, tmp_path: Path, capsys: p
     else:
         assert ladder.main([str(tmp_path), *sizes, *decree]) == 0
         assert "SYNTHETIC" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="quantization of random weights must be one of bf16, nvfp4; got 'int8'"):
+        ladder.main(["--speculative-config", '{"method": "dspark", "quantization": "int8"}'])
     with pytest.raises(ConfigError, match=r"expected a JSON object, got \[1\]"):
         ladder.main(["--speculative-config", "[1]"])
     with pytest.raises(ConfigError, match="--synthetic-acceptance needs --speculative-config"):

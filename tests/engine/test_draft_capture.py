@@ -55,8 +55,9 @@ def drafter(method: str, model: Nemotron, folder: Path) -> Any:
         return MTP(model, 3)
     if method == "ngram":
         return NGram(3, 1, 3)
-    testing.tiny(folder, model.config, method.removesuffix(" confident"))
-    return DFlash(draft_checkpoint.load(folder, model), model, 3, confident="confident" in method)
+    kind, _, more = method.partition(" ")
+    testing.tiny(folder, model.config, kind, layout="nvfp4" if more == "nvfp4" else "bf16")
+    return DFlash(draft_checkpoint.load(folder, model), model, 3, confident=more == "confident")
 
 
 def captured(model: Nemotron, drafter: Any, sizes: tuple[int, ...] = (2, 4, 8), **options: Any) -> Engine:
@@ -77,7 +78,7 @@ def shaped(model: Nemotron, drafter: Any, layers: tuple[int, int, int], **option
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("method", ["mtp", "ngram", "dflash", "dspark", "dspark confident"])
+@pytest.mark.parametrize("method", ["mtp", "ngram", "dflash", "dspark", "dspark nvfp4", "dspark confident"])
 def test_the_answers_are_those_without_drafts(model, method, overlap, tmp_path):
     plain = run(engine(model, seqs=5), arrivals())
     of = drafter(method, model, tmp_path)

@@ -188,7 +188,7 @@ def judged(target: Nemotron, folders: dict[str, Path], method: str, data: Corpus
     if method == "mtp":
         return acceptance(target, data, WIDTH, 500)
     (drafter,) = load(configured(method, folders), target)
-    return draft_acceptance(drafter._network, target, data, WIDTH, 500)  # type: ignore[attr-defined]
+    return draft_acceptance(drafter.network, target, data, WIDTH, 500)  # type: ignore[attr-defined]
 
 
 def test_coupled_drafts_are_kept_more_often_than_the_likeliest(target: Nemotron, folders: dict[str, Path]):

@@ -13,7 +13,7 @@ from leyden.errors import CheckpointError
 from leyden.model.nemotron import Nemotron
 from leyden.spec.dflash import DFlash
 from leyden.spec.drafter import Drafter
-from leyden.spec.load import load, room
+from leyden.spec.load import load, networks, room
 from leyden.spec.mtp import MTP
 from leyden.spec.ngram import NGram
 from leyden.testing.drafters import tiny
@@ -57,7 +57,9 @@ def test_pitfall_4_a_drafter_for_another_target_is_refused(tmp_path: Path):
 def test_auto_is_all_that_there_is(tmp_path: Path):
     tiny(tmp_path, CONFIG, "dspark")
     config = SpeculativeConfig.from_dict({"method": "auto", "model": str(tmp_path)}).settle(CONFIG, "target")
-    assert [type(drafter) for drafter in load(config, model())] == [MTP, DFlash]
+    drafters = load(config, model())
+    assert [type(drafter) for drafter in drafters] == [MTP, DFlash]
+    assert networks(drafters) == [drafters[1].network]  # type: ignore[attr-defined]
     assert room(config, CONFIG) == DraftShape(width=7, lookahead=6, mtp_layers=1, layers=(2, 2, 16))
     without = replace(CONFIG, num_nextn_predict_layers=0)
     config = SpeculativeConfig.from_dict({"method": "auto"}).settle(without, "target")

@@ -40,6 +40,7 @@ if available:
         ops.attention_packed: attention.attention_packed,
         ops.angles: drafter.angles,
         ops.rotate: drafter.rotate,
+        ops.silu_times: drafter.silu_times,
         ops.block_attention: attention.block_attention,
         ops.confidence: drafter.confidence,
         ops.sample: sample.sample,

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from leyden.formats import Weight
+from leyden.ops import fused
 from leyden.ops.cpu.attention import ROWS, places
 from leyden.ops.cpu.linear import product
 from leyden.ops.cpu.matrix import fits, matrix
@@ -39,10 +40,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    alike = gate.shape == up.shape and gate.dtype == up.dtype and up.dtype in types
+    if not (alike and gate.is_contiguous() and up.is_contiguous()):
+        return reference.silu_times(gate, up)
+    out = empty(*up.shape, dtype=up.dtype)
+    run(_SILU_TIMES(gate, up, out, out.numel(), types[up.dtype]), work=20 * out.numel())
+    return out
+
+
 def swiglu(x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
     rows, (first, second, third) = x.flatten(0, -2), (matrix(w) for w in (gate, up, down))
     if first is None or second is None or third is None or not fits(rows, first, second, third):
-        return reference.swiglu(x, gate, up, down)
+        return fused.swiglu(x, gate, up, down)
     gated, hidden = (empty(len(rows), first.rows, dtype=x.dtype) for _ in range(2))
     out = empty(*x.shape[:-1], third.rows, dtype=x.dtype)
     *before, gate_step = product(rows, first, gated)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leyden.formats import Weight
+from leyden.ops import fused
 from leyden.ops.cpu.matrix import MATRIX, Matrix, fits, matrix, operand
 from leyden.ops.cpu.program import Kernel, Step, constant, empty, has_rows, recording, run, types
 from leyden.ops.reference import linear as reference
@@ -59,7 +60,7 @@ def linear(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tenso
 def add_linear(x: Tensor, weight: Weight, to: Tensor) -> Tensor:
     by = matrix(weight)
     if by is None or not (x.dim() == 2 and fits(x, by) and has_rows(to)):
-        return reference.add_linear(x, weight, to)
+        return fused.add_linear(x, weight, to)
     if tiled(x):
         return to + product_by_tiles(x, weight).to(to.dtype)
     out = empty(len(x), by.rows, dtype=to.dtype)

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leyden.formats import Weight
-from leyden.ops.reference.linear import linear
 from leyden.ops.rows import Rows
 
 SUREST = 40.0  # log-odds
@@ -100,9 +98,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
-def swiglu(x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
-    """down(silu(gate x) * up x): x [..., K], gate and up [I, K], down [N, I] -> [..., N]. (Shazeer, 2020.)"""
-    return linear(F.silu(linear(x, gate)) * linear(x, up), down)
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, of one shape; silu is rounded to the dtype before the product."""
+    return F.silu(gate) * up
 
 
 def block_attention(

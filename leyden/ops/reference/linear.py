@@ -18,11 +18,6 @@ def linear(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tenso
     return y if dtype is None else y.to(dtype)
 
 
-def add_linear(x: Tensor, weight: Weight, to: Tensor) -> Tensor:
-    """to + x @ W^T in the dtype of to [T, N], which the products may be rounded from that of x [T, K] to."""
-    return to + linear(x, weight, to.dtype)
-
-
 def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
     """down(relu(up(x))^2): x [T, K], up [I, K], down [N, I] -> [T, N]; no gate, no bias."""
     return linear(F.relu(linear(x, up)).square(), down)

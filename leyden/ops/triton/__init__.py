@@ -8,13 +8,15 @@ for _op, _kernel in (
     (ops.begin, table.begin),
     (ops.begin_drafts, draft.begin_drafts),
     (ops.accept, draft.accept),
+    (ops.angles, draft.angles),
     (ops.rotate, draft.rotate),
-    (ops.swiglu, draft.swiglu),
+    (ops.silu_times, draft.silu_times),
     (ops.take, table.take),
     (ops.put, table.put),
     (ops.clear, table.clear),
     (ops.embed, linear.embed),
     (ops.linear, linear.linear),
+    (ops.add_linear, linear.add_linear),
     (ops.mlp, linear.mlp),
     (ops.rms_norm, norm.rms_norm),
     (ops.add_rms_norm, norm.add_rms_norm),
@@ -49,6 +51,7 @@ for _op, _kernel in (
     _op.register("cuda", _kernel, "nvfp4_tiled")
 for _format in ("nvfp4", "nvfp4_tiled"):
     ops.add_norm_linear.register("cuda", nvfp4.add_norm_linear_nvfp4, _format)
+    ops.add_linear.register("cuda", nvfp4.add_linear_nvfp4, _format)
 for _op, _kernel in (
     (ops.linear, eight.linear),
     (ops.mlp, eight.mlp),

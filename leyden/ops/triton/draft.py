@@ -5,9 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leyden.formats import Weight
 from leyden.ops.triton.launch import OPTIONS, release, wait
-from leyden.ops.triton.linear import product
 
 _BLOCK = 1024
 
@@ -61,6 +59,19 @@ def _accept(
 
 
 @triton.jit
+def _angles(positions, frequencies, cos, sin, scale, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """One position."""
+    row, i = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = i < HALF
+    frequency = tl.load(frequencies + i, mask=inside, other=0.0)
+    wait()
+    release()
+    angle = tl.load(positions + row).to(tl.float32) * frequency
+    tl.store(cos + row * HALF + i, tl.cos(angle) * scale, mask=inside)
+    tl.store(sin + row * HALF + i, tl.sin(angle) * scale, mask=inside)
+
+
+@triton.jit
 def _rotate(
     x, cos, sin, out, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -80,8 +91,8 @@ def _rotate(
 
 
 @triton.jit
-def _gated(gate, up, N, BLOCK: tl.constexpr):
-    """silu(gate) * up in the place of `up`, rounded as the reference rounds."""
+def _gated(gate, up, out, N, BLOCK: tl.constexpr):
+    """silu(gate) * up, rounded as the reference rounds."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N
     wait()
@@ -90,7 +101,7 @@ def _gated(gate, up, N, BLOCK: tl.constexpr):
     wide = value.to(tl.float32)
     opened = (wide * tl.sigmoid(wide)).to(value.dtype).to(tl.float32)
     made = opened * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(up + at, made.to(value.dtype), mask=inside)
+    tl.store(out + at, made.to(value.dtype), mask=inside)
 
 
 def begin_drafts(
@@ -126,6 +137,16 @@ def accept(
     return kept, counts, newest, ends, at
 
 
+def angles(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """See ops.angles."""
+    positions, half = positions.contiguous(), len(frequencies)
+    cos, sin = (torch.empty(*positions.shape, half, dtype=torch.float32, device=positions.device) for _ in range(2))
+    if count := positions.numel():
+        block = triton.next_power_of_2(half)
+        _angles[(count,)](positions, frequencies, cos, sin, scale, half, block, num_warps=1, **OPTIONS)
+    return cos, sin
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See ops.rotate."""
     heads, dim = x.shape[-2:]
@@ -138,9 +159,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def swiglu(x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
-    """See ops.swiglu."""
-    opened, hidden = (product(x, weight.dense(), False, x.dtype) for weight in (gate, up))
-    if size := hidden.numel():
-        _gated[(triton.cdiv(size, _BLOCK),)](opened, hidden, size, _BLOCK, num_warps=4, **OPTIONS)
-    return product(hidden, down.dense(), False, x.dtype)
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    """See ops.silu_times."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(up)
+    if size := out.numel():
+        _gated[(triton.cdiv(size, _BLOCK),)](gate, up, out, size, _BLOCK, num_warps=4, **OPTIONS)
+    return out

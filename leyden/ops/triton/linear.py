@@ -33,10 +33,11 @@ def _embed(tokens, weight, out, H: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _vector(
-    x, weight, out, N,
+    x, weight, to, out, N,
     K: tl.constexpr, SQUARE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = sum_k x[k] W[n, k]; with SQUARE relu(.)^2. The next tile of W is always on its way."""
+    """out[n] = sum_k x[k] W[n, k]; with SQUARE relu(.)^2, with `to` plus to[n]. The next tile of W is always on its
+    way."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     tile = weight + n.to(tl.int64)[:, None] * K + k[None, :]
@@ -54,6 +55,8 @@ def _vector(
     if SQUARE:
         total = tl.maximum(total.to(out.dtype.element_ty).to(tl.float32), 0.0)
         total *= total
+    if to is not None:
+        total += tl.load(to + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out + n, total.to(out.dtype.element_ty), mask=n < N)
 
 
@@ -69,7 +72,7 @@ def _widen(matrix, factor, out, SIZE, BLOCK: tl.constexpr):
 
 @triton.jit
 def _narrow(
-    x, weight, out, partial, arrived, M, N, x_stride,
+    x, weight, to, out, partial, arrived, M, N, x_stride, to_stride,
     K: tl.constexpr, SQUARE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -99,23 +102,26 @@ def _narrow(
             acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
             for part in tl.static_range(SPLITS):
                 acc += tl.load(partial + part * N * BLOCK_M + cell, mask=every, other=0.0, cache_modifier=".cg")
-            _finish(acc, out, m, n, M, N, SQUARE)
+            _finish(acc, to, out, m, n, M, N, to_stride, SQUARE)
     else:
-        _finish(acc, out, m, n, M, N, SQUARE)
+        _finish(acc, to, out, m, n, M, N, to_stride, SQUARE)
 
 
 @triton.jit
-def _finish(acc, out, m, n, M, N, SQUARE: tl.constexpr):
+def _finish(acc, to, out, m, n, M, N, to_stride, SQUARE: tl.constexpr):
     if SQUARE:
         acc = tl.maximum(acc.to(out.dtype.element_ty).to(tl.float32), 0.0)
         acc *= acc
     inside = (m < M)[:, None] & (n < N)[None, :]
-    tl.store(out + m[:, None] * N + n[None, :], tl.trans(acc).to(out.dtype.element_ty), mask=inside)
+    total = tl.trans(acc)
+    if to is not None:
+        total += tl.load(to + m[:, None] * to_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + m[:, None] * N + n[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
 def embed(tokens: Tensor, weight: Weight) -> Tensor:
     """See ops.embed."""
-    matrix = weight.dense()
+    matrix, tokens = weight.dense(), tokens.contiguous()
     size = matrix.shape[1]
     out = torch.empty(*tokens.shape, size, dtype=matrix.dtype, device=tokens.device)
     if tokens.numel():
@@ -150,6 +156,11 @@ def add_norm_linear_fp8(x: Tensor, residual: Tensor, norm: Tensor, eps: float, w
     return packed.add_norm_linear(x, residual, norm, eps, weight)
 
 
+def add_linear(x: Tensor, weight: Weight, to: Tensor) -> Tensor:
+    """See ops.add_linear."""
+    return add_product(x, weight.dense(), to)
+
+
 def mlp(x: Tensor, up: Weight, down: Weight) -> Tensor:
     """See ops.mlp."""
     return product(product(x, up.dense(), True, x.dtype), down.dense(), False, x.dtype)
@@ -159,7 +170,7 @@ def product(x: Tensor, matrix: Tensor, square: bool, dtype: torch.dtype) -> Tens
     """x [..., K] @ matrix [N, K]^T in `dtype`, then relu^2 if `square`."""
     rows = x.flatten(0, -2)
     count, size = len(rows), matrix.shape[0]
-    if count == 0 or count > NARROW_ROWS or rows.stride(1) != 1 or not matrix.is_contiguous():
+    if not _few(rows, matrix):
         if dtype == x.dtype or not x.is_cuda:
             out = F.linear(x, matrix).to(dtype)
         else:
@@ -169,19 +180,32 @@ def product(x: Tensor, matrix: Tensor, square: bool, dtype: torch.dtype) -> Tens
     return made.view(*x.shape[:-1], size)
 
 
+def add_product(x: Tensor, matrix: Tensor, to: Tensor) -> Tensor:
+    """to + x [M, K] @ matrix [N, K]^T in the dtype of to [M, N]."""
+    if not _few(x, matrix) or to.stride(1) != 1:
+        return to + product(x, matrix, False, to.dtype)
+    return (vector if len(x) == 1 else narrow)(x, matrix, dtype=to.dtype, to=to)
+
+
+def _few(x: Tensor, matrix: Tensor) -> bool:
+    """Whether the kernels of this file multiply them."""
+    return 0 < len(x) <= NARROW_ROWS and x.stride(1) == 1 and matrix.is_contiguous()
+
+
 def vector(
     x: Tensor,
     matrix: Tensor,
     square: bool = False,
     dtype: torch.dtype | None = None,
     shape: tuple[int, int, int] = (4, 2048, 8),
+    to: Tensor | None = None,
 ) -> Tensor:
-    """x [1, K] @ matrix [N, K]^T, then relu^2 if `square`; shape: the tile, and its warps."""
+    """x [1, K] @ matrix [N, K]^T, then relu^2 if `square` or + `to` [1, N]; shape: the tile, and its warps."""
     size, k = matrix.shape
     block_n, block_k, warps = shape
     out = torch.empty(1, size, dtype=dtype or x.dtype, device=x.device)
     _vector[(triton.cdiv(size, block_n),)](
-        x, matrix, out, size, k, square, block_n, block_k, num_warps=warps, **OPTIONS
+        x, matrix, to, out, size, k, square, block_n, block_k, num_warps=warps, **OPTIONS
     )
     return out
 
@@ -192,8 +216,10 @@ def narrow(
     square: bool = False,
     dtype: torch.dtype | None = None,
     shape: tuple[int, int, int, int, int] | None = None,
+    to: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K], M small, @ matrix [N, K]^T, then relu^2 if `square`; shape: tile, splits, stages, warps."""
+    """x [M, K], M small, @ matrix [N, K]^T, then relu^2 if `square` or + `to` [M, N], whose rows may be apart; shape:
+    tile, splits, stages, warps."""
     count, (size, k) = len(x), matrix.shape
     block_n, block_k, splits, stages, warps = shape or _narrow_shape(size, k)
     block_m = max(16, triton.next_power_of_2(count))
@@ -201,7 +227,8 @@ def narrow(
     out = torch.empty(count, size, dtype=dtype or x.dtype, device=x.device)
     partial = torch.empty(splits, size, block_m, dtype=torch.float32, device=x.device) if splits > 1 else out
     _narrow[(tiles, splits)](
-        x, matrix, out, partial, counters(x.device, tiles), count, size, x.stride(0),
+        x, matrix, to, out, partial, counters(x.device, tiles), count, size, x.stride(0),
+        to.stride(0) if to is not None else 0,
         k, square, splits, block_m, block_n, block_k, stages, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return out

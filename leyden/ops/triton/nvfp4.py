@@ -15,10 +15,11 @@ from leyden.formats import Weight
 from leyden.formats.nvfp4 import Tiled, arrange
 from leyden.ops import fused
 from leyden.ops.triton import linear, moe, packed, wide
-from leyden.ops.triton.launch import OPTIONS, release, wait
+from leyden.ops.triton.launch import HOPPER, OPTIONS, release, wait
 
 WIDE_ROWS = 256  # for one matrix without a twin
 EXPERT_ROWS = 8  # for one of a stack, on average
+DENSE_ROWS = 4096  # likewise: beyond, decoding a stack to memory should be little beside its product; not measured yet
 UNSORTED_ROWS = 8  # up to here every chosen expert multiplies all rows
 JOINT_ROWS = 16  # up to here the shared expert is one of the others
 
@@ -69,6 +70,15 @@ def linear_nvfp4(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) ->
     return out.view(*x.shape[:-1], -1)
 
 
+def add_linear_nvfp4(x: Tensor, weight: Weight, to: Tensor) -> Tensor:
+    """See ops.add_linear."""
+    if not _ready(x.dtype, weight) or not 0 < len(x) <= _most(weight) or to.stride(1) != 1:
+        return linear.add_product(x, _whole(weight), to)
+    out = torch.empty(len(x), weight.shape[0], dtype=to.dtype, device=x.device)
+    packed.product(packed.aligned(x), weight, out, len(x), to=to)
+    return out
+
+
 def add_norm_linear_nvfp4(
     x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Weight
 ) -> tuple[Tensor, Tensor]:
@@ -116,11 +126,18 @@ def moe_nvfp4(
 
 def _many(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight) -> Tensor:
     (count, choices), (total, inner, _), size = ids.shape, up.shape, down.shape[1]
+    pairs = count * choices
+    if pairs > DENSE_ROWS * total:
+        return moe.many_rows(x.contiguous(), ids, weights, decoded(up), decoded(down))
     lists = moe.listed(ids, total)
-    h = torch.empty(count * choices, inner, dtype=x.dtype, device=x.device)
-    done = torch.empty(count * choices, size, dtype=x.dtype, device=x.device)
-    wide.product(wide.ordered(x), up, h, True, choices, lists)
-    wide.product(wide.ordered(h), down, done, False, choices, lists)
+    h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
+    done = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
+    if HOPPER and pairs > wide.GATHERED_ROWS * total:
+        wide.gathered_product(wide.gathered(x, lists[0], choices), up, h, True, lists)
+        wide.gathered_product(h, down, done, False, lists)
+    else:
+        wide.product(wide.ordered(x), up, h, True, choices, lists)
+        wide.product(h, down, done, False, choices, lists)
     return moe.combined(done, weights, count, size, 0)
 
 

@@ -172,8 +172,8 @@ def _choice(ids, row, choice, expert, CHOICES: tl.constexpr, LONE: tl.constexpr)
 @triton.jit(do_not_specialize=["M"])
 def _product(
     x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
-    scores, joined, arrived, later_codes, later_scales, later_bytes, residual, norm, hidden, summed, eps,
-    M, N, x_stride,
+    scores, joined, arrived, later_codes, later_scales, later_bytes, residual, norm, hidden, summed, eps, to,
+    M, N, x_stride, to_stride,
     K: tl.constexpr, BITS: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, UP: tl.constexpr,
     EARLY: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr,
     DEPTH: tl.constexpr, AHEAD: tl.constexpr, LATER: tl.constexpr, LONE: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -192,7 +192,7 @@ def _product(
     codes that a warp asks for of what the next kernel reads of the shared expert.
 
     With a `residual` M is 1, and what is multiplied is the norm of x + residual, which all programs make for themselves
-    (`hidden`); the sum goes to `summed`.
+    (`hidden`); the sum goes to `summed`. With `to` [M, N] what is written is the sum with that.
 
     With `scores` [M, CHOICES], where not UP, the last program of some columns adds up what a row's choices and the
     shared expert gave, into `joined` [M, N].
@@ -329,10 +329,11 @@ def _product(
                     total = tl.maximum(total.to(out.dtype.element_ty).to(tl.float32), 0.0)
                     total *= total
                 n = (tl.program_id(0) * TILES + r) * (16 * BANDS) + q
-                tl.store(
-                    out + target[:, None] * N + n[None, :], total.to(out.dtype.element_ty),
-                    mask=kept[:, None] & (n < N)[None, :],
-                )  # fmt: skip
+                written = kept[:, None] & (n < N)[None, :]
+                if to is not None:
+                    more = tl.load(to + target[:, None] * to_stride + n[None, :], mask=written, other=0.0)
+                    total += more.to(tl.float32)
+                tl.store(out + target[:, None] * N + n[None, :], total.to(out.dtype.element_ty), mask=written)
         words = _first_tiles(places, part, own_k, block + stride < end, K, BITS, TILES, SPLIT, DEPTH)
     if scores is not None:  # noqa: SIM102 - decided when the kernel is compiled
         if arrive(arrived + tl.program_id(0), tl.num_programs(1) * tl.num_programs(2)):
@@ -408,12 +409,13 @@ def product(
     shape: Shape | None = None,
     added: tuple[Tensor, Tensor, Tensor, float] | None = None,
     later: Weight | None = None,
+    to: Tensor | None = None,
 ) -> None:
     """Rows of x, bfloat16 and aligned(), times one matrix, or with `ids` of few rows or `lists` of moe.listed() those
     of a stack, of which `count` rows have chosen `choices` each; and times `parts` of the shared expert. The sums over
     a row's choices with its `scores` [count, choices] go to `joined`, if that is wanted. `added`: residual, weight of
     the norm, where the sum goes, eps; of one row. `later`: the shared expert's matrix for the next product, to be asked
-    for. See _product."""
+    for. `to`: what is added to the product with one matrix. See _product."""
     size, k = weight.shape[-2:]
     bits = 8 if weight.format.name == "fp8" else 4
     codes, scales, whole = stored(weight)
@@ -446,8 +448,9 @@ def product(
     hidden = torch.empty_like(x) if added else None
     _product[grid](
         x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
-        scores, joined, arrived, later_codes, later_scales, later_bytes, residual, norm, hidden, summed, eps,
-        count, size, x.stride(0), k, bits, choices, parts, up, not (routed and up),
+        scores, joined, arrived, later_codes, later_scales, later_bytes, residual, norm, hidden, summed, eps, to,
+        count, size, x.stride(0), to.stride(0) if to is not None else 0,
+        k, bits, choices, parts, up, not (routed and up),
         how.tiles, how.groups, how.split, 32 * how.warps, how.depth, asked, asked_later,
         count == 1, triton.next_power_of_2(count * choices) if ids is not None else 1,
         num_warps=how.warps, **OPTIONS,
@@ -456,12 +459,12 @@ def product(
 
 def chosen(rows: float, size: int, k: int, matrices: int, bits: int) -> Shape:
     """For `rows` of x for each of `matrices` [size, k] that are read: enough warps for every multiprocessor, and two
-    tiles for each, which share the rows of x, where registers allow it and issuing instructions is what takes time.
-    Programs that are all there at once need not be as many as those that take turns."""
+    tiles for each, which share the rows of x, where issuing instructions is what takes time. Programs that are all
+    there at once need not be as many as those that take turns."""
     groups = min(4, -(-int(rows) // 8))
     work = size / 16 * matrices * max(1, rows / (8 * groups))
-    depth = DEPTH if groups == 1 else 1
-    for tiles in (2, 1) if bits == 4 and rows > 4 else (1,):
+    depth = max(1, DEPTH + 1 - groups)  # registers hold no more
+    for tiles in (2, 1) if bits == 4 and groups > 1 else (1,):
         for split in (1, 2, 4, 8):
             warps = work / tiles * split
             if split * 128 <= k and (WARPS <= warps <= 2.3 * WARPS or warps >= 3.3 * WARPS):

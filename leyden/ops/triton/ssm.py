@@ -26,7 +26,6 @@ _FUSED_ROWS = 4  # steps of up to so many rows are one launch
 # many warps then, so that a column of a head has as many threads as calls of Philox.
 _SHAPES = {2: (64, 8, 80), 4: (64, 4, 128)}
 _AT_RANDOM = (64, 4, 128)
-_LAZY_SHAPES = {2: (64, 4, 128), 4: (64, 4, 168)}  # of steps that seldom write
 
 
 @triton.jit
@@ -265,79 +264,170 @@ def _times(matrix, vector):
 
 @triton.jit
 def _recall(
-    x, B, C, dt, A_log, D, dt_bias, ssm_state, recent, began, past, slots, y,
-    x_stride, B_stride, C_stride, dt_stride, ssm_stride, recent_stride, dt_low, dt_high,
-    HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-    PERIOD: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, conv_state, ssm_state, recent, began, past, slots,
+    gated, factors, spare, arrived, out,
+    row_stride, conv_stride, ssm_stride, recent_stride, dt_low, dt_high, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
+    REACH: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, PERIOD: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr, STAGES: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """One token of each row, which reads its state S, the tokens that wait beside it, and itself. With t(i) the time
-    since token i and w(i) = dt(i) exp(-A t(i)), y = exp(-A t) S C + sum of w(i) (B(i) C) x(i) + D x. Then it waits,
-    too, or at every PERIOD-th position S becomes exp(-A t) S + sum of w(i) x(i) B(i)."""
+    """All of a step for EACH heads of one row, which reads their states S, the tokens that wait beside them, and
+    itself; and for their group if this program is its last. With t(i) the time since token i and
+    w(i) = dt(i) exp(-A t(i)), y = exp(-A t) S C + sum of w(i) (B(i) C) x(i) + D x. Then the token waits, too; at every
+    PERIOD-th position it is left in `spare`, for _settle, which makes of S exp(-A t) S + sum of w(i) x(i) B(i).
+
+    What states are not needed for comes first. Then nothing but states passes by, a tile of BLOCK_P rows after the
+    other, with those of the next STAGES - 1 on their way."""
     INNER: tl.constexpr = HEADS * DIM
-    WIDTH: tl.constexpr = INNER + GROUPS * N + HEADS
-    row, head = tl.program_id(1).to(tl.int64), tl.program_id(0) // PARTS
-    group = head // (HEADS // GROUPS)
-    start = tl.program_id(0) % PARTS * BLOCK_P
-    p, n, i = start + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_L)
-    in_p, in_n = p < DIM, n < N
+    CHANNELS: tl.constexpr = INNER + 2 * GROUPS * N
+    SHARE: tl.constexpr = HEADS // GROUPS  # heads of a group
+    WIDTH: tl.constexpr = EACH * DIM
+    LINE: tl.constexpr = INNER + GROUPS * N + HEADS  # of a token that waits
+    first, row = tl.program_id(0) * EACH, tl.program_id(1).to(tl.int64)
+    group = first // SHARE
+    n, i, h, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    at = tl.arange(0, BLOCK_H * BLOCK_D)
+    in_x, in_n, in_h = at < WIDTH, n < N, h < EACH
+    to_x, to_b, to_dt = first * DIM + at, INNER + group * N + n, INNER + GROUPS * N + first + h
+    to_c = to_b + GROUPS * N
     slot, position = tl.load(slots + row).to(tl.int64), tl.load(past + row)
+    states = ssm_state + slot * ssm_stride + first * (DIM * N)
+    bytes_each = ssm_state.dtype.element_ty.primitive_bitwidth // 8
+    prefetch(states, tl.minimum(BLOCK_P * STAGES, WIDTH) * N * bytes_each, tl.arange(0, THREADS) == 0)
+    line_bytes = WIDTH * (recent.dtype.element_ty.primitive_bitwidth // 8)
     held = tl.maximum(tl.load(began + slot), position // PERIOD * PERIOD)
-    count = position - held
-    tile = ssm_state + slot * ssm_stride + head * DIM * N
-    # whatever is there: to know that it counts would take a load before this one
-    old = tl.load(tile + p[:, None] * N + n[None, :], mask=in_p[:, None] & in_n[None, :], other=0.0)
+    count, fresh = position - held, position == 0
+    window = conv_state + slot * conv_stride
+    x = _earlier(conv_weight, conv_bias, window, to_x, in_x, fresh, CHANNELS, REACH, TAPS, BIAS)
+    b = _earlier(conv_weight, conv_bias, window, to_b, in_n, fresh, CHANNELS, REACH, TAPS, BIAS)
+    c = _earlier(conv_weight, conv_bias, window, to_c, in_n, fresh, CHANNELS, REACH, TAPS, BIAS)
     waiting = recent + slot * recent_stride
-    waiting_x, waiting_b = waiting + head * DIM, waiting + INNER + group * N
-    waiting_dt = waiting + INNER + GROUPS * N + head
-    lines, known = i[:, None] * WIDTH, (i < count)[:, None]
-    xs = tl.load(waiting_x + lines + p[None, :], mask=known & in_p[None, :], other=0.0)
-    bs = tl.load(waiting_b + lines + n[None, :], mask=known & in_n[None, :], other=0.0)
-    raw = tl.load(waiting_dt + i * WIDTH, mask=i < count, other=0.0)
-    log_rate = tl.load(A_log + head).to(tl.float32)
-    skip, bias = tl.load(D + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
-    rate = -tl.exp(log_rate)
+    lines, newest = waiting + i * LINE, (i == count)[:, None]
+    there = (i < PERIOD - 1)[:, None]  # not all of it counts: to know what does would take a load before these
+    prefetch(lines + first * DIM, line_bytes, i < PERIOD - 1)
+    bs = tl.load(lines[:, None] + to_b[None, :], mask=there & in_n[None, :], other=0.0)
+    raw = tl.load(lines[:, None] + to_dt[None, :], mask=there & in_h[None, :], other=0.0)
+    rate = -tl.exp(tl.load(A_log + first + h, mask=in_h, other=0.0).to(tl.float32))
+    skip = tl.load(D + first + h, mask=in_h, other=0.0).to(tl.float32)
+    bias = tl.load(dt_bias + first + h, mask=in_h, other=0.0).to(tl.float32)
     wait()
     release()
 
-    x += row * x_stride + head * DIM
-    own_x = tl.load(x + p, mask=in_p, other=0.0)
-    own_b = tl.load(B + row * B_stride + group * N + n, mask=in_n, other=0.0)
-    own_dt = tl.load(dt + row * dt_stride + head)
-    c = tl.load(C + row * C_stride + group * N + n, mask=in_n, other=0.0).to(tl.float32)
-    xs = tl.where((i == count)[:, None], own_x[None, :], xs)
-    bs = tl.where((i == count)[:, None], own_b[None, :], bs)
-    times = time_step(tl.where(i == count, own_dt, raw), bias, dt_low, dt_high)
-    times = tl.where(i <= count, times, 0.0)
+    z = projected + row * row_stride
+    new = z + INNER
+    own_dt = tl.load(new + CHANNELS + first + h, mask=in_h, other=0.0)
+    mine = (first + h)[:, None] * DIM + d[None, :]
+    inside = in_h[:, None] & (d < DIM)[None, :]
+    gate = tl.load(z + mine, mask=inside, other=0.0)
+    x = _convolved(x, new, conv_weight, to_x, in_x, REACH)
+    b = _convolved(b, new, conv_weight, to_b, in_n, REACH)
+    c = _convolved(c, new, conv_weight, to_c, in_n, REACH)
+    own = tl.where((position + 1) % PERIOD == 0, spare + row * LINE, waiting + count * LINE)
+    tl.store(own + to_x, x.to(recent.dtype.element_ty), mask=in_x)
+    tl.store(own + to_b, b.to(recent.dtype.element_ty), mask=in_n)
+    tl.store(own + to_dt, own_dt, mask=in_h)
+    times = time_step(tl.where(newest, own_dt[None, :], raw), bias[None, :], dt_low, dt_high)
+    times = tl.where((i <= count)[:, None], times, 0.0)
     clock = tl.cumsum(times, 0)
-    passed = tl.max(clock)  # the last one: exactly no time since this token
-    weights = times * tl.exp(rate * (passed - clock))
-    made = tl.where(held > 0, tl.exp(rate * passed) * _times(old, c), 0.0)
-    made += _times(tl.trans(xs), weights * _times(bs, c)) + skip * own_x.to(tl.float32)
-    tl.store(y + row * INNER + head * DIM + p, made.to(y.dtype.element_ty), mask=in_p)
-    if (position + 1) % PERIOD:
-        line = count * WIDTH
-        first = (start == 0) & (head % (HEADS // GROUPS) == 0)
-        tl.store(waiting_x + line + p, own_x, mask=in_p)
-        tl.store(waiting_b + line + n, own_b, mask=in_n & first)
-        tl.store(waiting_dt + line, own_dt, mask=start == 0)
+    passed = tl.max(clock, 0)  # the last one: exactly no time since this token
+    weights = times * tl.exp(rate[None, :] * (passed[None, :] - clock))
+    bs = tl.where((i < count)[:, None], bs.to(tl.float32), tl.where(newest, b[None, :], 0.0))
+    meets = tl.sum(bs * c[None, :], 1)
+    factors += (row * HEADS + first) * (2 * BLOCK_L + 1)
+    cell = i[:, None] * EACH + h[None, :]
+    own_skip = tl.where(newest, skip[None, :], 0.0)
+    tl.store(factors + cell, weights * meets[:, None] + own_skip, mask=in_h[None, :])
+    tl.store(factors + BLOCK_L * EACH + cell, weights, mask=in_h[None, :])
+    tl.store(factors + 2 * BLOCK_L * EACH + h, tl.exp(rate * passed), mask=in_h)
+    tl.debug_barrier()  # each thread reads what others have written
+
+    remembered = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
+    for token in tl.static_range(PERIOD):
+        line = tl.where(token == count, own, waiting + token * LINE)
+        value = tl.load(line + mine, mask=inside & (token <= count), other=0.0).to(tl.float32)
+        remembered += tl.load(factors + token * EACH + h, mask=in_h, other=0.0)[:, None] * value
+    gated += row * INNER
+    for tile in tl.range(0, EACH * PARTS, num_stages=STAGES):
+        p = tile % PARTS * BLOCK_P + tl.arange(0, BLOCK_P)
+        channel, in_p = tile // PARTS * DIM + p, p < DIM
+        old = _whole(states + channel[:, None] * N + n[None, :], in_p, in_n, DIM % BLOCK_P == 0 and N == BLOCK_N)
+        tl.store(gated + first * DIM + channel, _times(old, c), mask=in_p)
+    tl.debug_barrier()
+    decay = tl.load(factors + 2 * BLOCK_L * EACH + h, mask=in_h, other=0.0)[:, None]
+    made = tl.load(gated + mine, mask=inside & (held > 0), other=0.0, cache_modifier=".cg") * decay + remembered
+    made, gate = made.to(out.dtype.element_ty).to(tl.float32), gate.to(tl.float32)
+    tl.debug_barrier()  # all of it is read
+    tl.store(gated + mine, made * (gate * tl.sigmoid(gate)), mask=inside)
+    last = True
+    if EACH < SHARE:
+        last = arrive(arrived + row * GROUPS + group, SHARE // EACH)
     else:
-        p = _rows(start, BLOCK_P, ROUNDS)
-        in_p = p < DIM
-        cells = tile + p[:, None] * N + n[None, :]
-        inside = in_p[:, None] & in_n[None, :]
-        # read again: to keep it would take registers from all the others
-        state = tl.exp(rate * passed) * tl.load(cells, mask=inside & (held > 0), other=0.0).to(tl.float32)
-        for token in range(0, count):
-            weight, line = tl.sum(tl.where(i == token, weights, 0.0)), token * WIDTH
-            value = tl.load(waiting_x + line + p, mask=in_p, other=0.0).to(tl.float32)
-            b = tl.load(waiting_b + line + n, mask=in_n, other=0.0).to(tl.float32)
-            state += (weight * value)[:, None] * b[None, :]
-        value = tl.load(x + p, mask=in_p, other=0.0).to(tl.float32)
-        weight = tl.sum(tl.where(i == count, weights, 0.0))
-        state += (weight * value)[:, None] * own_b.to(tl.float32)[None, :]
-        calls = _calls(start, head, n, DIM, N, BLOCK_P)
+        tl.debug_barrier()
+    if last:
+        _finish(
+            gated, norm_weight, new, window, out + row * INNER, group, fresh, eps,
+            SHARE * DIM, INNER, N, GROUPS, REACH, TAPS, BLOCK_G, BLOCK_N,
+        )  # fmt: skip
+
+
+@triton.jit
+def _settle(
+    A_log, ssm_state, recent, began, past, slots, factors, spare, R, ssm_stride, recent_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
+    PARTS: tl.constexpr, PERIOD: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """After _recall: BLOCK_P rows of a head's state for those of the R rows that have come to a PERIOD-th position, as
+    many as there are, in turns. Few rows have, but for a program that has other things to do it would be long."""
+    INNER: tl.constexpr = HEADS * DIM
+    LINE: tl.constexpr = INNER + GROUPS * N + HEADS
+    head, start = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS * BLOCK_P
+    group, r = head // (HEADS // GROUPS), tl.arange(0, BLOCK_R)
+    written = (tl.load(past + r, mask=r < R, other=0) + 1) % PERIOD == 0
+    place = tl.cumsum(written.to(tl.int32), 0)
+    log_rate = tl.load(A_log + head).to(tl.float32)
+    n, i, p = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_L), _rows(start, BLOCK_P, ROUNDS)
+    in_p, in_n = p < DIM, n < N
+    inside = in_p[:, None] & in_n[None, :]
+    calls = _calls(start, head, n, DIM, N, BLOCK_P)
+    wait()
+    release()
+    for turn in range(tl.program_id(1) + 1, tl.max(place) + 1, tl.num_programs(1)):
+        row = tl.sum(tl.where(written & (place == turn), r, 0)).to(tl.int64)
+        slot, position = tl.load(slots + row).to(tl.int64), tl.load(past + row)
+        held = tl.maximum(tl.load(began + slot), position // PERIOD * PERIOD)
+        count = position - held
+        cells = ssm_state + slot * ssm_stride + (head * DIM + p)[:, None] * N + n[None, :]
+        state = tl.load(cells, mask=inside & (held > 0), other=0.0).to(tl.float32)
+        lines = tl.where(i == count, spare + row * LINE, recent + slot * recent_stride + i * LINE)[:, None]
+        known = (i <= count)[:, None]
+        values = tl.load(lines + (head * DIM + p)[None, :], mask=known & in_p[None, :], other=0.0).to(tl.float32)
+        others = tl.load(lines + (INNER + group * N + n)[None, :], mask=known & in_n[None, :], other=0.0)
+        own = factors + (row * HEADS + head // EACH * EACH) * (2 * BLOCK_L + 1) + head % EACH
+        weight = tl.load(own + (BLOCK_L + i) * EACH)
+        state = state * tl.load(own + 2 * BLOCK_L * EACH) + _spread(values * weight[:, None], others)
         stored = _stored(state, ssm_state.dtype.element_ty, log_rate, position, calls, ROUNDS)
         tl.store(cells, stored, mask=inside)
+
+
+@triton.jit
+def _spread(a, b):
+    """fp32 [L, M] and [L, N] -> fp32 [M, N], the sum over L; with b of 16 bits on tensor cores, a in two parts."""
+    if INTERPRETED or b.dtype.primitive_bitwidth == 32:
+        return tl.dot(tl.trans(a), b.to(tl.float32), input_precision="ieee")
+    else:
+        high = a.to(b.dtype)
+        low = (a - high.to(tl.float32)).to(b.dtype)
+        return tl.dot(tl.trans(low), b, tl.dot(tl.trans(high), b))
+
+
+@triton.jit
+def _whole(pointers, in_p, in_n, ALL: tl.constexpr):
+    """A tile of a state; a mask costs, so it is there only where something is left out."""
+    if ALL:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=in_p[:, None] & in_n[None, :], other=0.0)
 
 
 def mamba_step(
@@ -410,33 +500,54 @@ def mamba_lazy_step(
     began: Tensor,
     rows: Rows,
     rounds: int = 0,
-    shape: tuple[int, int, int] | None = None,
+    shape: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
     """See ops.mamba_lazy_step. States and waiting tokens must be older than the kernel launched just before.
 
-    shape: as of mamba_step.
+    shape: heads of a program, rows of a head's state in a tile, tiles on their way and in work, warps, registers of a
+    thread.
     """
     _, heads, dim, n = ssm_state.shape
-    count, inner, width = len(projected), heads * dim, groups * n
-    assert rows.slots is not None and projected.stride(1) == 1 and ssm_state[0].is_contiguous()
+    count, inner, reach, period = len(projected), heads * dim, conv_state.shape[1], recent.shape[1] + 1
+    share = heads // groups
+    assert rows.slots is not None and projected.stride(1) == 1 and conv_weight.is_contiguous()
+    assert conv_state[0].is_contiguous() and ssm_state[0].is_contiguous()
     assert recent[0].is_contiguous() and recent.dtype == projected.dtype
-    z, inputs, dt = projected.split([inner, inner + 2 * width, heads], dim=-1)
-    xBC = convolve(inputs, conv_weight, conv_bias, conv_state, rows.starts, rows.starts[1:], rows.past, rows.slots, 1)
-    x, B, C = xBC.split([inner, width, width], dim=-1)
-    y = torch.empty(count, inner, dtype=projected.dtype, device=projected.device)
-    rounds *= ssm_state.dtype == torch.float16
-    block_p, warps, registers = _shape(ssm_state, rounds, shape, _LAZY_SHAPES)
-    parts, period = triton.cdiv(dim, block_p), recent.shape[1] + 1
+    out = torch.empty(count, inner, dtype=projected.dtype, device=projected.device)
+    most, block_p, stages, warps, registers = shape or _lazy_shape(count, ssm_state.dtype)
+    block_p = min(block_p, max(8, triton.next_power_of_2(dim)))
+    each = most if share % most == 0 else share
+    taps, block_n, block_h, block_d, block_g = (
+        triton.next_power_of_2(size) for size in (reach, n, each, dim, inner // groups)
+    )
+    block_l = max(16, triton.next_power_of_2(period))
+    gated = torch.empty(count, inner, dtype=torch.float32, device=projected.device)
+    factors = torch.empty(count, heads, 2 * block_l + 1, dtype=torch.float32, device=projected.device)
+    spare = torch.empty(count, recent.shape[2], dtype=recent.dtype, device=projected.device)
     if count:
-        _recall[(heads * parts, count)](
-            x, B, C, dt, A_log, D, dt_bias, ssm_state, recent, began, rows.past, rows.slots, y,
-            x.stride(0), B.stride(0), C.stride(0), dt.stride(0), ssm_state.stride(0), recent.stride(0), dt_limit[0],
-            min(dt_limit[1], 3e38),
-            heads, dim, n, groups, parts, period, rounds, max(16, triton.next_power_of_2(period)), block_p,
-            triton.next_power_of_2(n),
+        _recall[(heads // each, count)](
+            projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, conv_state, ssm_state, recent, began,
+            rows.past, rows.slots, gated, factors, spare, counters(projected.device, count * groups), out,
+            projected.stride(0), conv_state.stride(0), ssm_state.stride(0), recent.stride(0), dt_limit[0],
+            min(dt_limit[1], 3e38), eps,
+            heads, dim, n, groups, each, reach, taps, conv_bias is not None, triton.cdiv(dim, block_p), period,
+            block_l, block_h, block_p, block_d, block_n, block_g, stages, 32 * warps,
             num_warps=warps, maxnreg=registers, **OPTIONS,
         )  # fmt: skip
-    return gated_norm(y, z, norm_weight, groups, eps)
+        block_p = min(block_p, 32)
+        parts = triton.cdiv(dim, block_p)
+        _settle[(heads * parts, triton.cdiv(count, period))](
+            A_log, ssm_state, recent, began, rows.past, rows.slots, factors, spare, count, ssm_state.stride(0),
+            recent.stride(0),
+            heads, dim, n, groups, each, parts, period, rounds * (ssm_state.dtype == torch.float16), block_l, block_p,
+            block_n, triton.next_power_of_2(count), num_warps=4, **OPTIONS,
+        )  # fmt: skip
+    return out
+
+
+def _lazy_shape(count: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Programs that are all there at once, or many turns of them."""
+    return 8 if count > 160 else 4 if count > 80 else 2, 64 if dtype.itemsize == 2 else 32, 3, 4, 128
 
 
 def mamba_fold(

@@ -32,6 +32,19 @@ def test_swiglu(draw, count: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_times(draw, dtype: torch.dtype) -> None:
+    agree(ops.silu_times, *(solid(draw(3, 5, 21).to(dtype)) for _ in range(2)))
+
+
+def test_matrices_of_several_formats(draw) -> None:
+    """Where there is no kernel for all three, each goes its own way."""
+    x, gate, up = draw(3, 64), weight(draw(96, 64, scale=0.1)), stored(Int4(group=32), 96, 64, dtype=torch.float32)
+    down = weight(draw(64, 96, scale=0.1))
+    g = x @ gate.dense().T
+    close(ops.swiglu(x, gate, up, down), (g * g.sigmoid() * (x @ up.dense().T)) @ down.dense().T, scale=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 6, 40])
 @pytest.mark.parametrize(("heads", "kv", "dim", "sinks"), [(6, 2, 8, False), (4, 1, 20, True), (8, 4, 64, True)])

@@ -8,7 +8,7 @@ from leyden.ops.reference import draft as reference
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch on CUDA; elsewhere install the dev extra")
 
-from leyden.ops.triton import draft  # noqa: E402
+from leyden.ops.triton import draft, linear  # noqa: E402
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -38,6 +38,14 @@ def test_accept(device: str, width: int, ends: int):
     assert width == 0 or int(got[1].max()) > 1
 
 
+@pytest.mark.parametrize("half", [12, 64])
+def test_angles(device: str, half: int):
+    positions = torch.tensor([[0, 1, 77], [4000, 5, 1_000_000]], dtype=torch.int32, device=device)
+    frequencies = 1e4 ** -(torch.arange(half, device=device) / half)
+    for one, other in zip(*(run.angles(positions, frequencies, 1.25) for run in (draft, reference)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(5, 6, 16), (2, 3, 3, 10)])
 def test_rotate(device: str, shape: tuple[int, ...]):
     torch.manual_seed(0)
@@ -45,13 +53,25 @@ def test_rotate(device: str, shape: tuple[int, ...]):
     torch.testing.assert_close(draft.rotate(x, cos, sin), reference.rotate(x, cos, sin))
 
 
-@pytest.mark.parametrize("shape", [(1, 40), (2, 3, 40), (20, 40)])
-def test_swiglu(device: str, shape: tuple[int, ...]):
+@pytest.mark.parametrize("shape", [(0, 40), (1, 40), (2, 3, 40), (20, 1024)])
+def test_silu_times(device: str, shape: tuple[int, ...]):
     torch.manual_seed(0)
-    weights = []
-    for size in ((24, 40), (24, 40), (56, 24)):
-        made = Weight(*size, dtype=torch.float32).requires_grad_(False).to(device)
-        made.parts["weight"].normal_()
-        weights.append(made)
-    x = torch.randn(shape, device=device)
-    torch.testing.assert_close(draft.swiglu(x, *weights), reference.swiglu(x, *weights), atol=1e-4, rtol=1e-4)
+    wide = torch.randn(*shape[:-1], 2 * shape[-1], device=device)
+    gate, up = wide.split(shape[-1], -1)
+    torch.testing.assert_close(draft.silu_times(gate, up), reference.silu_times(gate, up))
+
+
+@pytest.mark.parametrize(
+    "count, dtype", [(1, torch.float32), (3, torch.float32), (3, torch.bfloat16), (20, torch.float32)]
+)
+def test_add_linear(device: str, count: int, dtype: torch.dtype):
+    """Onto every third row of logits, as those of one draft lie between those of the others; K cut among programs."""
+    torch.manual_seed(0)
+    weight = Weight(70, 1024, dtype=torch.float32).requires_grad_(False).to(device)
+    weight.parts["weight"].normal_(std=0.1)
+    x, to = torch.randn(count, 1024, device=device), torch.randn(count, 3, 70, device=device).to(dtype)[:, 1]
+    found, wanted = linear.add_linear(x, weight, to), to.double() + x.double() @ weight.dense().double().T
+    assert found.dtype == dtype
+    torch.testing.assert_close(
+        found, wanted.to(dtype), **({"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {})
+    )

@@ -263,7 +263,7 @@ def test_guesses(draw, device: str, dtype: torch.dtype):
     ("dtype", "activations", "period", "shape"),
     [
         (torch.float32, torch.float32, 4, None),
-        (torch.float16, torch.float32, 16, (8, 4, 128)),
+        (torch.float16, torch.float32, 16, (1, 8, 2, 4, 128)),
         (torch.float16, torch.float16, 16, None),
     ],
 )

@@ -20,10 +20,16 @@ def test_launches_of_a_step():
     assert done.returncode == 0, done.stderr
     found = re.findall(r"^(.*): (\d+) launches", done.stdout, re.MULTILINE)
     most = {
-        "1 rows of one token": 200,
-        "8 rows of one token": 310,
-        "1 rows with 3 drafts of mtp": 425,
-        "1 rows with 7 drafts of dspark": 560,
+        "1 rows of one token, bf16": 200,
+        "8 rows of one token, bf16": 310,
+        "1 rows with 3 drafts of mtp, bf16": 425,
+        "1 rows with 7 drafts of dspark, bf16": 540,
+        "1 rows of one token, nvfp4": 178,
+        "8 rows of one token, nvfp4": 287,
+        "1 rows with 3 drafts of mtp, nvfp4": 402,
+        "1 rows with 7 drafts of dspark, nvfp4": 515,
     }
     assert [name for name, _ in found] == list(most)
     assert all(int(count) <= most[name] for name, count in found), found
+    assert "packed._product" in done.stdout
+    assert not re.findall(r"nvfp4\._decode|linear\._widen|torch (?:embedding|linear)", done.stdout), "some is decoded"

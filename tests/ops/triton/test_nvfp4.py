@@ -52,6 +52,20 @@ def test_linear(device: str, count: int):
     assert off(nvfp4.linear_nvfp4(beside, weight, torch.float32), wanted) < 1e-6
 
 
+@pytest.mark.parametrize("count", [1, 9, 20])
+def test_a_product_that_is_added(device: str, count: int, monkeypatch: pytest.MonkeyPatch):
+    """To rows of logits that are apart; many rows by way of the decoded matrix."""
+    monkeypatch.setattr(nvfp4, "WIDE_ROWS", 16)
+    weight, x = stored(device, 48, 192), random(device, count, 192) / 64
+    to = random(device, count, 3 * 48).float().view(count, 3, 48)[:, 1]
+    found = nvfp4.add_linear_nvfp4(x, weight, to)
+    assert found.dtype == torch.float32 and weight.format == Tiled(NVFP4())
+    assert off(found, to.double() + x.double() @ exact(weight).t()) < (1e-6 if count < 16 else BOUND)
+    once = Weight(48, 192, dtype=torch.bfloat16, format=FP8()).requires_grad_(False).to(device)
+    once.parts["weight"].copy_(torch.randn(48, 192)), once.parts["weight_scale"].fill_(0.5)
+    assert off(ops.add_linear.reference(x, once, to), to.double() + x.double() @ exact(once).t()) < BOUND
+
+
 @pytest.mark.parametrize("tiles, groups, split, warps", [(2, 1, 2, 4), (1, 2, 2, 2)])
 def test_shapes(device: str, tiles: int, groups: int, split: int, warps: int):
     """However the work is cut: columns that the warps do not share evenly, tiles and rows that are left over."""
@@ -99,29 +113,36 @@ def test_moe(device: str, count: int, joint: int, shared: int, monkeypatch: pyte
     x = random(device, count, 64) / 1e3
     ids = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(count)]).to(device)
     weights = torch.rand(count, 2, generator=generator).to(device)
-    wide = [Weight(*w.shape, dtype=torch.float32).requires_grad_(False) for w in (up, down, shared_up, shared_down)]
-    for one, other in zip(wide, (up, down, shared_up, shared_down), strict=True):
+    full = [Weight(*w.shape, dtype=torch.float32).requires_grad_(False) for w in (up, down, shared_up, shared_down)]
+    for one, other in zip(full, (up, down, shared_up, shared_down), strict=True):
         one.parts["weight"].copy_(exact(other))
     with ops.using("reference"):
-        wanted = ops.moe(x.float().cpu(), ids.cpu(), weights.cpu(), *(w.cpu() for w in wide))
-        routed = ops.experts(x.float().cpu(), ids.cpu(), weights.cpu(), *(w.cpu() for w in wide[:2]))
+        wanted = ops.moe(x.float().cpu(), ids.cpu(), weights.cpu(), *(w.cpu() for w in full))
+        routed = ops.experts(x.float().cpu(), ids.cpu(), weights.cpu(), *(w.cpu() for w in full[:2]))
     assert off(nvfp4.moe_nvfp4(x, ids, weights, up, down, shared_up, shared_down).cpu(), wanted) < BOUND
     if shared == 192 or count == 1:
         assert off(nvfp4.experts_nvfp4(x, ids, weights, up, down).cpu(), routed) < BOUND
 
 
-@pytest.mark.parametrize("shape", [(16, 64, 2, 4), (32, 64, 1, 4), (64, 128, 2, 8)])
-def test_many_rows_of_a_stack(device: str, shape: tuple[int, int, int, int]):
-    """Matrices that many rows chose, few and none; more tiles than rows, and rows that are left over."""
-    up, down, choices = stored(device, 4, 96, 192), stored(device, 4, 48, 64), 3
+@pytest.mark.parametrize(
+    "shape",
+    [(16, 64, 2, 4), (32, 64, 1, 4), (64, 128, 2, 8), (1, 32, 128, 2, 4), (1, 64, 128, 1, 8), (2, 32, 128, 2, 4)],
+)
+def test_many_rows_of_a_stack(device: str, shape: tuple[int, ...]):
+    """Matrices that many rows chose, few and none; more tiles than rows, and rows that are left over, of both."""
+    up, down, choices = stored(device, 4, 192, 128), stored(device, 4, 48, 64), 3
     ids = torch.tensor([[0, 1, 3]] * 33 + [[0, 3, 3]] * 7 + [[3, 0, 0]], device=device)
-    x, h = random(device, len(ids), 192) / 1e3, random(device, ids.numel(), 64) / 1e3
+    x, h = random(device, len(ids), 128) / 1e3, random(device, ids.numel(), 64) / 1e3
     lists = order, offsets = moe.listed(ids, 4)
-    hidden = torch.empty(ids.numel(), 96, device=device)
     assert arrange(up) and arrange(down)
-    wide.product(wide.ordered(x), up, hidden, True, choices, lists, shape)
-    made = torch.empty(ids.numel(), 48, device=device)
-    wide.product(wide.ordered(h), down, made, False, choices, lists, shape)
+    hidden, made = (torch.full((ids.numel(), size), torch.nan, device=device) for size in (192, 48))
+    if len(shape) == 4:
+        wide.product(wide.ordered(x), up, hidden, True, choices, lists, shape)
+        wide.product(wide.ordered(h), down, made, False, choices, lists, shape)
+    else:
+        wide.gathered_product(wide.gathered(x, order, choices), up, hidden, True, lists, shape)
+        wide.gathered_product(wide.ordered(h), down, made, False, lists, shape)
+    hidden = wide.ordered(hidden)  # which brings the columns back, too
     for e in range(4):
         some = slice(int(offsets[e]), int(offsets[e + 1]))
         wanted = (x[order[some] // choices].double() @ exact(up)[e].t()).relu().square()
@@ -129,10 +150,18 @@ def test_many_rows_of_a_stack(device: str, shape: tuple[int, int, int, int]):
         assert len(wanted) == 0 or off(made[order[some]], h[some].double() @ exact(down)[e].t()) < 1e-6
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_many_rows(device: str, rows: int, monkeypatch: pytest.MonkeyPatch):
-    """Experts by lists, and the shared expert by its twins."""
-    monkeypatch.setattr(nvfp4, "EXPERT_ROWS", rows)
+def test_gathered(device: str):
+    x, order = random(device, 9, 196)[:, 2:194], torch.arange(27, device=device).int().flip(0)
+    assert torch.equal(wide.gathered(x, order, 3), wide.ordered(x[(order // 3).long()]))
+
+
+@pytest.mark.parametrize("limits", [(1, 9, 9), (1, 1, 9), (1, 1, 1), (4, 9, 9)])
+def test_many_rows(device: str, limits: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch):
+    """Experts by lists, in the ways of few rows for each and of many, and the shared expert by its twins."""
+    monkeypatch.setattr(nvfp4, "EXPERT_ROWS", limits[0])
+    monkeypatch.setattr(wide, "GATHERED_ROWS", limits[1])
+    monkeypatch.setattr(nvfp4, "DENSE_ROWS", limits[2])
+    monkeypatch.setattr(moe, "TILED_ROWS", 1)
     monkeypatch.setattr(nvfp4.linear, "NARROW_ROWS", 2)
     up, down = stored(device, 3, 64, 128), stored(device, 3, 64, 64)
     shared_up, shared_down = stored(device, 64, 128), stored(device, 64, 64)
@@ -145,11 +174,11 @@ def test_many_rows(device: str, rows: int, monkeypatch: pytest.MonkeyPatch):
         weight.twin = weight.dense()
         assert arrange(weight) and weight.twin is not None
     after = nvfp4.moe_nvfp4(x, ids, weights, up, down, shared_up, shared_down)
-    wide = [Weight(*w.shape, dtype=torch.float32).requires_grad_(False) for w in (up, down, shared_up, shared_down)]
-    for one, other in zip(wide, (up, down, shared_up, shared_down), strict=True):
+    full = [Weight(*w.shape, dtype=torch.float32).requires_grad_(False) for w in (up, down, shared_up, shared_down)]
+    for one, other in zip(full, (up, down, shared_up, shared_down), strict=True):
         one.parts["weight"].copy_(exact(other))
     with ops.using("reference"):
-        wanted = ops.moe(x.float().cpu(), ids.cpu(), weights.cpu(), *(w.cpu() for w in wide))
+        wanted = ops.moe(x.float().cpu(), ids.cpu(), weights.cpu(), *(w.cpu() for w in full))
     assert off(before.cpu(), wanted) < BOUND and off(after.cpu(), wanted) < BOUND
 
 
