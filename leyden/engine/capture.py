@@ -18,7 +18,7 @@ from leyden.types import Row
 
 logger = log.get(__name__)
 
-_PAGES = (64, 256, 1024, 4096, 16384, 65536)  # longest page tables of a graph
+PAGES = (64, 256, 1024, 4096, 16384, 65536)  # longest page tables of a graph
 
 
 class CapturedGraphs(Graphs):
@@ -34,7 +34,7 @@ class CapturedGraphs(Graphs):
         self._records = bool(self._sizes)
         del self._pages  # these graphs read the pool's own tables
         self._captured: dict[tuple[str, int, int], tuple[Captured, Tensor | None]] = {}
-        self.memory = torch.cuda.graph_pool_handle()
+        self.memory = torch.cuda.graph_pool_handle() if pool.committed.is_cuda else None
         self._size = self._width = 0  # rows and pages of the next graph
 
     def load(self, rows: list[Row]) -> Tensor | None:
@@ -83,9 +83,16 @@ class CapturedGraphs(Graphs):
 
 
 class Captured:
-    """A step as a CUDA graph, in the memory of others; `out` is what it returned, filled by every call."""
+    """A step as a CUDA graph, in the memory of others; `out` is what it returned, filled by every call.
+
+    No memory: tensors have none (engine/compiling.py). Then the step is run once, and that is all.
+    """
 
     def __init__(self, step: Callable[[], Tensor], memory: Any):
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if memory is None:
+            self.out = step()
+            return
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
@@ -96,7 +103,8 @@ class Captured:
             self.out = step()
 
     def __call__(self) -> None:
-        self._graph.replay()
+        if self._graph is not None:
+            self._graph.replay()
 
 
 @contextmanager
@@ -114,10 +122,10 @@ def padded(*tensors: Tensor) -> Iterator[None]:
 
 def widest(pool: Pool, used: int) -> int:
     """Length of the page tables of a graph for rows of up to `used` pages: one of a few."""
-    return min(pool.shape.pages_per_slot, next((pages for pages in _PAGES if pages >= used), used))
+    return min(pool.shape.pages_per_slot, next((pages for pages in PAGES if pages >= used), used))
 
 
 def graphs(model: Nemotron, pool: Pool, sampler: Sampler, sizes: tuple[int, ...]) -> Graphs:
     """The recordings for the pool's device."""
-    on_cuda = pool.committed.device.type == "cuda"
-    return CapturedGraphs(model, pool, sampler, sizes) if on_cuda else Graphs(model, pool, sampler)
+    on_cpu = pool.committed.device.type == "cpu"
+    return Graphs(model, pool, sampler) if on_cpu else CapturedGraphs(model, pool, sampler, sizes)

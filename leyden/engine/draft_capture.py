@@ -94,6 +94,6 @@ def draft_graphs(
     model: Nemotron, pool: Pool, sampler: Sampler, drafting: Drafting, sizes: tuple[int, ...]
 ) -> DraftGraphs:
     """The recordings for the pool's device."""
-    if pool.committed.device.type == "cuda":
-        return CapturedDraftGraphs(model, pool, sampler, drafting, sizes)
-    return DraftGraphs(model, pool, sampler, drafting)
+    if pool.committed.device.type == "cpu":
+        return DraftGraphs(model, pool, sampler, drafting)
+    return CapturedDraftGraphs(model, pool, sampler, drafting, sizes)

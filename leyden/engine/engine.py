@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf, prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from leyden.config.folder import resolve
 from leyden.config.model import ModelConfig
 from leyden.config.speculative import SpeculativeConfig
 from leyden.engine import backends
+from leyden.engine.compiling import Compilation, Nothing, Start
 from leyden.engine.grammar import Allowed, Compiler, Grammars
 from leyden.engine.memory import Split, check_host_room, divide, dtype_of, free
 from leyden.engine.runner import Runner, StepOutput
@@ -123,6 +125,7 @@ class Engine:
         eos = self.config.eos_token_ids
         self.grammars = Grammars(Compiler(tokenizer, self.config.vocab_size, eos), self.config.vocab_size, eos)
         self._overlap, self._drafting = overlap, drafting
+        self.compilation: Compilation = Nothing()
         self._launched: tuple[Plan, StepOutput] | None = None
         self._cache_dir = Path(cache_dir) if cache_dir and self.scheduler.limits.prefix_caching else None
         self._save_interval = self._save_pause = cache_save_interval if self._cache_dir is not None else 0
@@ -149,6 +152,8 @@ class Engine:
         if config.prefill_dtype == "fp8":
             eight.check(device, dtype)
         drafting = config.speculative.settle(architecture, str(folder)) if config.speculative else None
+        start = Start(config, folder, architecture, dtype, drafting, partial(_round_prompts, config))
+        compilation = start.compiled(device)
         mtp = drafting is not None and "mtp" in drafting.methods(architecture)
         model = checkpoint.build(architecture, dtype, device, mtp)
         if config.load_format == "dummy":
@@ -171,8 +176,7 @@ class Engine:
             twins.keep([model, *networks(drafters)], torch.cuda.mem_get_info(device)[1])
         backends.apply(foreign, model)  # a matrix that a package takes over loses its twin
         split = divide(config, architecture, dtype, device.type, free(config, device), taken)
-        if config.prefill_dtype == "fp8":
-            _round_prompts(config, model, split)
+        _round_prompts(config, model, split)
         if split.shape.kv_dtype.itemsize == 1:
             if device.type == "cpu":
                 logger.warning("an FP8 cache has no kernels on the CPU: steps are slower than with other caches")
@@ -197,6 +201,8 @@ class Engine:
             prefix_caching=config.enable_prefix_caching is not False,
             seed=config.seed,
         )
+        engine.compilation = compilation
+        compilation.wait()
         backends.try_out(foreign, model, engine.runner.pool)
         seconds = time.monotonic() - started
         logger.info("engine ready in %.1f s: %s", seconds, split, extra={"fields": {"seconds": seconds}})
@@ -340,6 +346,7 @@ class Engine:
         """End every request, and save the cache if it is to be. The engine must not be stepped again."""
         self._settle()
         self.scheduler.abort_all()
+        self.compilation.close()
         self.save_cache()
 
     def save_cache(self) -> None:
@@ -420,7 +427,10 @@ def _take_processors(config: EngineConfig) -> None:
 
 
 def _round_prompts(config: EngineConfig, model: Nemotron, split: Split) -> None:
-    """Steps that are wider than any without prompts may round activations to 8 bits: decoding never does."""
+    """With --prefill-dtype fp8 steps that are wider than any without prompts may round activations to 8 bits: decoding
+    never does."""
+    if config.prefill_dtype != "fp8":
+        return
     padded = next((size for size in config.capture_sizes if size >= split.seqs), split.seqs)
     rows = max(_NARROW, padded * (1 + split.shape.draft.width))
     if split.step_tokens <= rows:

@@ -37,8 +37,9 @@ _FLAT = {  # prefix in a file -> prefix here
 def load(folder: Path, target: Nemotron) -> DrafterNetwork:
     """The drafter of `folder` for `target`, in the target's dtype and on its device.
 
-    It uses the target's embeddings if its files hold none. Raises ConfigError for a config that cannot be drafted from,
-    and CheckpointError for files that do not hold what it says or that belong to another target.
+    It uses the target's embeddings if its files hold none. For a target on meta it has formats, but no values. Raises
+    ConfigError for a config that cannot be drafted from, and CheckpointError for files that do not hold what it says or
+    that belong to another target.
     """
     config, embeddings = DrafterConfig.from_folder(folder), target.backbone.embeddings
     needs = {"vocabulary": config.vocab_size, "hidden size": config.hidden_size}
@@ -60,9 +61,11 @@ def load(folder: Path, target: Nemotron) -> DrafterNetwork:
     adopt(network, files)
     parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
     _check(folder, parameters, files)
-    fill(parameters, {name: files[name] for name in parameters}, progress=False)
     if shared:
         network.embed_tokens = embeddings
+    if embeddings.parts["weight"].is_meta:
+        return network
+    fill(parameters, {name: files[name] for name in parameters}, progress=False)
     # The one kind of damage that verification hides: drafts would be noise, and answers right but slow.
     if not network.fc.dense().any():
         raise CheckpointError(f"{folder}: fc.weight is all zeros; the file was not written properly")

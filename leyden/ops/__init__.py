@@ -83,9 +83,9 @@ from leyden.ops.reference import moe as _moe
 from leyden.ops.reference import norm as _norm
 from leyden.ops.reference import sample as _sample
 from leyden.ops.reference import table as _table
-from leyden.ops.registry import Op, forced, prepare, using, watching
+from leyden.ops.registry import Op, forced, prepare, standing_for, using, watching
 
-__all__ = ["Op", "forced", "prepare", "using", "watching"]
+__all__ = ["Op", "forced", "prepare", "standing_for", "using", "watching"]
 
 begin = Op(_table.begin)
 begin_drafts = Op(_draft.begin_drafts)

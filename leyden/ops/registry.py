@@ -13,6 +13,7 @@ _BACKENDS = {"cpu": "leyden.ops.cpu", "cuda": "leyden.ops.triton", "training": "
 _VERSIONS = ("reference", "training")
 _loaded: set[str] = set()
 _version: str | None = None
+_stood_for = "meta"  # the device whose kernels tensors without memory get
 _watchers: list[Callable[["Op", tuple[Any, ...]], None]] = []
 
 
@@ -52,7 +53,8 @@ class Op:
 
 
 def _device(args: tuple[Any, ...]) -> str:
-    return next((a.device.type for a in args if isinstance(a, Tensor)), "cpu")
+    found = next((a.device.type for a in args if isinstance(a, Tensor)), "cpu")
+    return _stood_for if found == "meta" else found
 
 
 def _format(args: tuple[Any, ...]) -> str:
@@ -98,6 +100,18 @@ def using(version: str) -> Iterator[None]:
         yield
     finally:
         _version = before
+
+
+@contextmanager
+def standing_for(device: str) -> Iterator[None]:
+    """Within the block tensors without memory are taken for those of `device`. Its kernels cannot run on them: whoever
+    opens the block sees to it that they need not."""
+    global _stood_for
+    before, _stood_for = _stood_for, device
+    try:
+        yield
+    finally:
+        _stood_for = before
 
 
 @contextmanager

@@ -21,22 +21,17 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from leyden.formats import Weight
 from leyden.formats.fp8 import FP8
 from leyden.formats.nvfp4 import NVFP4, Tiled
 from leyden.ops.rows import Rows
 from leyden.ops.triton import attention, conv, draft, eight, linear, moe, norm, nvfp4, qkv, sample, scan, ssm, wide
+from leyden.ops.triton.compiling import Job, noted
 
 SHARED = 232_448  # bytes that a program can have
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF, F32, F16, E4M3 = torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn
-TYPES = {BF: "bf16", F32: "fp32", F16: "fp16", E4M3: "fp8e4nv", torch.int32: "i32", torch.int64: "i64",
-         torch.uint8: "u8"}  # fmt: skip
 CUTS = ((4, 4, 4), (8, 8, 5), (8, 8, 4, True))  # of products of few rows
 WIDE = (  # what section `wide` of check_and_time.py times beside the chosen
     wide.GATHERED_FEW, (1, 128, 128, 4, 8), (2, 128, 128, 4, 8), (2, 64, 128, 4, 4), (1, 256, 128, 4, 8),
@@ -44,7 +39,6 @@ WIDE = (  # what section `wide` of check_and_time.py times beside the chosen
 )  # fmt: skip
 SEEN: set[str] = set()
 BAD: list[str] = []
-LABEL = ""
 
 
 def overwritten(code: str) -> str:
@@ -88,35 +82,15 @@ def looked_at_twice(code: str) -> bool:
     return False
 
 
-def compiled(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
-    """Stands in for JITFunction.run: the same specialisation by arguments, but for a target that need not be here."""
-    given = dict(zip(self.arg_names, args, strict=False))
-    given |= {name: options.pop(name) for name in list(options) if name in self.arg_names}
-    signature, constants, attributes = {}, {}, {}
-    for i, parameter in enumerate(self.params):
-        value = given[parameter.name]
-        kind = "constexpr"
-        if isinstance(value, TensorDescriptor):
-            kind = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape}>"
-        elif isinstance(value, Tensor) and not parameter.is_constexpr:
-            kind = "*" + TYPES[value.dtype]
-        elif not parameter.is_constexpr and value is not None and not (type(value) is int and value == 1):
-            kind = {bool: "i1", int: "i32" if abs(int(value)) < 2**31 else "i64", float: "fp32"}[type(value)]
-        if kind == "constexpr":
-            constants[(i,)] = value
-        elif kind.startswith("tensordesc"):
-            pass
-        elif (value.data_ptr() if isinstance(value, Tensor) else value) % 16 == 0 and kind != "fp32":
-            attributes[(i,)] = [["tt.divisibility", 16]]
-        signature[parameter.name] = kind
-    key = str((self.fn.__name__, self.fn.__module__, signature, constants, attributes, options))
+def compiled(label: str, job: Job) -> None:
+    source = job.source
+    key = str((source.name, source.fn.__module__, source.signature, source.constants, source.attrs, job.options))
     if key in SEEN:
         return
     SEEN.add(key)
-    name = f"{LABEL:22s} {self.fn.__name__:12s}"
+    name = f"{label:22s} {job.name:12s}"
     try:
-        source = ASTSource(self, signature, constexprs=constants, attrs=attributes)
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        made = job.compile()
     except Exception as error:
         BAD.append(name)
         print(f"{name} FAILED {str(error)[-400:]} {error.__cause__!r}")
@@ -143,9 +117,10 @@ def compiled(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: 
 
 
 def under(label: str, call: Callable[..., object], *arguments: Any, **options: Any) -> None:
-    global LABEL
-    LABEL = label
-    call(*arguments, **options)
+    with noted(90) as jobs:
+        call(*arguments, **options)
+    for job in jobs:
+        compiled(label, job)
 
 
 def empty(*shape: int, dtype: torch.dtype = BF) -> Tensor:
@@ -297,7 +272,6 @@ def rest() -> None:
 
 
 if __name__ == "__main__":
-    JITFunction.run = compiled
     for part in (mamba, attend, products, rest):
         part()
     print(f"{len(SEEN)} kernels, {len(BAD)} of them bad: {BAD}")

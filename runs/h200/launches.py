@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
+from leyden import ops
 from leyden.bench import middling
 from leyden.cache.pool import NO_DRAFTER, DraftShape, Pool, PoolShape
 from leyden.config.drafter import DrafterConfig
@@ -34,7 +35,6 @@ from leyden.formats.nvfp4 import NVFP4, Tiled
 from leyden.model.checkpoint import build, matrices
 from leyden.model.drafters import DrafterNetwork
 from leyden.model.nemotron import Nemotron
-from leyden.ops import registry
 from leyden.spec.dflash import DFlash
 from leyden.spec.mtp import MTP
 from leyden.types import Plan, Row
@@ -143,13 +143,11 @@ def made(layout: str) -> tuple[ModelConfig, Nemotron, DrafterNetwork]:
 
 def main() -> None:
     JITFunction.run = launched  # type: ignore
-    registry._device = lambda args: "cuda"
-    torch.cuda.graph_pool_handle = lambda: None  # type: ignore
     setattr(draft_capture, "Captured", Once)  # noqa: B010
     for layout in middling.LAYOUTS:
         config, model, network = made(layout)
         layers = (6, config.num_key_value_heads, config.head_dim)
-        with torch.inference_mode(), Operations():
+        with torch.inference_mode(), ops.standing_for("cuda"), Operations():
             for rows in (1, 8):
                 single(config, model, rows, layout)
             for tokens, beside in ((6, 0), (512, 0), (1024, 8)):

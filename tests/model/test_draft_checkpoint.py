@@ -34,6 +34,15 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return dict(load(folder, target()).named_parameters())
 
 
+def test_without_memory_it_has_formats_and_no_values(tmp_path: Path):
+    tiny(tmp_path, TARGET, "dspark")
+    network, there = load(tmp_path, Nemotron(TARGET, torch.bfloat16, "meta")), load(tmp_path, target())
+    assert all(parameter.is_meta for parameter in network.parameters())
+    assert [(name, weight.format) for name, weight in matrices(network)] == [
+        (name, weight.format) for name, weight in matrices(there)
+    ]
+
+
 @pytest.mark.parametrize(("method", "head"), [("dflash", False), ("dspark", False), ("dspark", True)])
 def test_round_trip(method: str, head: bool, tmp_path: Path):
     config = tiny(tmp_path / "a", TARGET, method, enable_confidence_head=head)

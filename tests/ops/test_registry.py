@@ -4,7 +4,7 @@ from torch import Tensor
 
 from leyden.formats import Dense, Weight
 from leyden.formats.fp8 import FP8
-from leyden.ops.registry import Op, using, watching
+from leyden.ops.registry import Op, standing_for, using, watching
 
 
 def double(x: Tensor, weight: Weight | None = None) -> Tensor:
@@ -47,6 +47,14 @@ def test_watching_sees_arguments_before_the_op_runs() -> None:
         assert op(torch.tensor(2.0)) == 4
     op(torch.tensor(3.0))
     assert seen == [("double", 2.0)]
+
+
+def test_tensors_without_memory_can_stand_for_those_of_a_device() -> None:
+    op, nothing = Op(double), torch.empty(1, device="meta")
+    op.register("cpu", lambda x: "kernel")
+    with standing_for("cpu"):
+        assert op(nothing) == "kernel"
+    assert op(nothing).is_meta
 
 
 def test_training_has_its_own_versions_and_else_the_reference() -> None:

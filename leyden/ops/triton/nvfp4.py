@@ -186,7 +186,7 @@ def _ready(dtype: torch.dtype, *matrices: Weight) -> bool:
         return False
     for weight in matrices:
         if not isinstance(weight.format, Tiled):
-            assert not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+            assert not (weight.parts["weight"].is_cuda and torch.cuda.is_current_stream_capturing())
             arrange(weight)
     return True
 
