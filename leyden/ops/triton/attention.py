@@ -114,17 +114,20 @@ def _decode(
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
     JOINED: tl.constexpr, COPIES: tl.constexpr, ASKED: tl.constexpr, THREADS: tl.constexpr, STAGES: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
     """Rows of up to TOKENS tokens, whose queries are one tile. SPLITS programs share the keys of a row, as many as find
-    some; then all of them share its queries, and each joins the parts of its own, in the order of the keys.
+    some; then all of them share its queries, and each joins the parts of its own, in the order of the keys. ALONE: the
+    last of them joins everything.
 
     Parts go through `cells`, which are _EMPTY but for those with a number that was written and not yet read. A cell has
     one writer, and one reader, which looks at it until a number is there and empties it: neither has to know what other
     cells hold, so nothing needs an order, and numbers travel as fast as memory lets them. It takes that all programs of
-    a row run at the same time, so where there is something to join the launch has no more programs than the device has
-    multiprocessors. (Two of them may find no room on one that was set up with less shared memory for another kernel.)
-    Kernels before this one may hold multiprocessors; they end without it. Kernels after it may not: they begin when
-    every program of this one has called release(), which is when all are there.
+    a row run at the same time, so such a launch has no more programs than the device has multiprocessors. (Two of them
+    may find no room on one that was set up with less shared memory for another kernel.) Kernels before this one may
+    hold multiprocessors; they end without it. Kernels after it may not: they begin when every program of this one has
+    called release(), which is when all are there. ALONE takes less: that programs begin in their order, so that those
+    which the last one waits for, and which wait for nobody, are there or have ended.
 
     Before it waits a program reads the keys and values that are older than this step, and asks for what it will read
     later of up to ASKED pages of a row's share."""
@@ -186,7 +189,7 @@ def _decode(
             tl.store(out + cell, (acc * (v_scale / total)[:, None]).to(out.dtype.element_ty), mask=in_q)
     if active > 1:
         start, step = (SPLITS - 1 - split) * JOINED, SPLITS * JOINED  # those with the fewest keys first
-        if INTERPRETED:  # one program after the other: the last of a row finds everything
+        if ALONE:
             start, step = tl.where(split < SPLITS - 1, BLOCK_M, 0), JOINED
         while start < count * SHARE:
             _join(
@@ -358,13 +361,17 @@ def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scal
         )  # fmt: skip
         return out
     block_m = max(16, triton.next_power_of_2(longest * share))
-    block_s, stages, warps = CUT if block_m < 64 else (64, 3, 4 if block_m == 64 else 8)
+    most = min(_multiprocessors(q.device), _CELLS // (4 * block_m * block_d))
+    splits = most // (number * kv)
+    alone = splits < 2 or INTERPRETED.value  # where programs run one after the other
+    if splits < 2:
+        splits = max(1, 2 * most // (number * kv))
+    block_s, stages, warps = (CUT if splits > 1 else (64, 3, 4)) if block_m < 64 else (64, 3, 4 if block_m == 64 else 8)
     threads, size = 32 * warps, page * kv * dim * cache.dtype.itemsize  # bytes of a page of keys
     reach = triton.cdiv(rows.pages.shape[1] * page, block_s)  # tiles of keys that a row can have at most
-    together = min(_multiprocessors(q.device), _CELLS // (2 * block_m * block_d))
-    splits = max(1, min(SPLITS, reach, together // (number * kv)))
-    block_p = max(triton.next_power_of_2(splits), threads // block_d)
-    joined = max(1, min(64 * threads // (block_p * block_d), triton.next_power_of_2(triton.cdiv(block_m, splits))))
+    splits = min(SPLITS, reach, splits)
+    block_p, share_of = max(triton.next_power_of_2(splits), threads // block_d), 1 if alone else splits
+    joined = max(1, min(64 * threads // (block_p * block_d), triton.next_power_of_2(triton.cdiv(block_m, share_of))))
     copies = max(1, threads // (block_p * joined))
     asked = min(threads // 2, ahead(threads * size, number * kv * splits, warps) * kv // (2 * size)) if PDL.value else 0
     if q.device not in _cells:
@@ -373,7 +380,7 @@ def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scal
         q, cache, rows.starts, rows.past, rows.pages, out, _cells[q.device],
         q.stride(0), cache.stride(0), rows.pages.stride(0), scale, v_scale,
         heads, kv, dim, page, longest, splits, block_m, block_d, block_s, block_p, joined, copies, asked, threads,
-        stages, num_warps=warps, **OPTIONS,
+        stages, alone, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return out
 

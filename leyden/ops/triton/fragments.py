@@ -22,12 +22,13 @@ import triton.language as tl
 
 from leyden.ops.triton.launch import INTERPRETED
 
-# Weights are read once, and no kernel writes them. Where there are none to be read they are whatever was there.
+# Weights are read once. Where there are none to be read they are whatever was there. A load without .nc stays before
+# wait(); ptxas 12.8 moves the others behind it.
 _WEIGHTS = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+    "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
 )
 # Numbers of 16 bits that are nowhere must be zeros. Zeroing also ends the life that a register had before, with which a
-# load that may not happen goes on. A load without .nc stays before wait(); ptxas 12.8 moves the others behind it.
+# load that may not happen goes on.
 _STREAMED = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
     " @p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
@@ -37,10 +38,6 @@ _VALUES_OR_ZEROS = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
     " @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }"
 )
-
-# The result is nothing; an instruction has to have one.
-_TOUCH = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L1 [$1]; mov.b32 $0, 0; }")
-_SEEN = tl.constexpr("mov.b32 $0, $1;")
 
 # (q, scales) -> four pairs; the byte of `scales` that is this word's is spread over both halves.
 _FOUR = (
@@ -92,15 +89,6 @@ def streamed(pointer, inside):
         )  # fmt: skip
     else:
         return _quad(pointer, inside, 0)
-
-
-@triton.jit
-def touch(pointer, inside):
-    """Into L1, 32 bytes at `pointer` where it is `inside`. Nobody waits for them."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            _TOUCH, "=r,l,r", [pointer.to(tl.int64), inside.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit

@@ -24,8 +24,8 @@ from leyden.ops.triton.launch import INTERPRETED, OPTIONS, arrive, counters, pre
 
 DENSE_ROWS = 16  # up to here no sorting
 TILED_ROWS = 24  # for an expert, on average: from here on bound by arithmetic
-VECTOR_ROWS = 8  # up to here the router does without tensor cores
-ROUTE_ROWS = 512  # up to here the gate's product is ours
+VECTOR_ROWS = 4  # up to here the router does without tensor cores
+ROUTE_ROWS = 256  # up to here the gate's product is ours
 _WHOLE = 4096  # the longest row that a program of the router holds
 
 # Two words of fp32 -> pairs of their upper halves, of those of what is left, of what is left then.

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leyden.formats import Weight
-from leyden.ops.triton.fragments import _SEEN, eight, four, mma, touch, values, weights
+from leyden.ops.triton.fragments import eight, four, mma, values, weights
 from leyden.ops.triton.launch import (
     MULTIPROCESSORS,
     OPTIONS,
@@ -35,7 +35,6 @@ from leyden.ops.triton.moe import leads
 
 WARPS = 1800  # at least, to keep the memory of an H200 busy; 2.3 times as many are there at once
 DEPTH = 3  # where eight rows are all
-TOUCH = 1
 
 
 @triton.jit
@@ -178,7 +177,6 @@ def _product(
     K: tl.constexpr, BITS: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, UP: tl.constexpr,
     EARLY: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr,
     DEPTH: tl.constexpr, AHEAD: tl.constexpr, LATER: tl.constexpr, LONE: tl.constexpr, BLOCK_P: tl.constexpr,
-    TOUCH: tl.constexpr,
 ):  # fmt: skip
     """out[i, n] = sum_k x[i, k] W[n, k]; with UP relu(.)^2.
 
@@ -268,7 +266,6 @@ def _product(
         x = hidden
     for block in range(first, end, stride):
         sources = ()  # type: tuple[object, ...]
-        held = ()  # type: tuple[object, ...]
         for j in tl.static_range(GROUPS):
             at = tl.minimum(block + j * 8 + g, end - 1)  # beyond the last row that one again
             row = at
@@ -278,22 +275,7 @@ def _product(
                     row = tl.where(routed, row // CHOICES, at)
             elif ids is not None:
                 row = tl.where(routed, tl.maximum(_choice(ids, at, choice, expert, CHOICES, LONE), 0), at)
-            own_x = x + (row if UP else row + base).to(tl.int64) * x_stride
-            if TOUCH == 1:
-                for i in tl.static_range((K // 16 + THREADS // 8 - 1) // (THREADS // 8)):
-                    sector = t + 4 * warp + i * (THREADS // 8)
-                    touch(own_x + sector * 16, sector < K // 16)
-            if TOUCH == 2:
-                for i in tl.static_range((K // 16 + THREADS // 8 - 1) // (THREADS // 8)):
-                    sector = t + 4 * warp + i * (THREADS // 8)
-                    held = held + (
-                        tl.load(
-                            (own_x + sector * 16).to(tl.pointer_type(tl.int32), bitcast=True),
-                            mask=sector < K // 16,
-                            other=0,
-                        ),
-                    )
-            sources = sources + (own_x + (own_k + part * 64),)
+            sources = sources + (x + (row if UP else row + base).to(tl.int64) * x_stride + (own_k + part * 64),)
         sums = ()  # type: tuple[object, ...]
         for _ in tl.static_range(TILES * GROUPS * 4):
             sums = sums + (tl.zeros((THREADS,), dtype=tl.float32),)
@@ -322,8 +304,6 @@ def _product(
                     made = made + c
             sums = made
             words = words[STEP:] + following
-        for i in tl.static_range(len(held)):
-            tl.inline_asm_elementwise(_SEEN, "=r,r", [held[i]], dtype=tl.int32, is_pure=False, pack=1)
         m, q = tl.arange(0, 8), tl.arange(0, 16 * BANDS)
         scale = factor * (128.0 if BITS == 4 else 1.0)
         for j in tl.static_range(GROUPS):
@@ -472,7 +452,7 @@ def product(
         count, size, x.stride(0), to.stride(0) if to is not None else 0,
         k, bits, choices, parts, up, not (routed and up),
         how.tiles, how.groups, how.split, 32 * how.warps, how.depth, asked, asked_later,
-        count == 1, triton.next_power_of_2(count * choices) if ids is not None else 1, TOUCH,
+        count == 1, triton.next_power_of_2(count * choices) if ids is not None else 1,
         num_warps=how.warps, **OPTIONS,
     )  # fmt: skip
 
@@ -487,6 +467,6 @@ def chosen(rows: float, size: int, k: int, matrices: int, bits: int) -> Shape:
     for tiles in (2, 1) if bits == 4 and groups > 1 else (1,):
         for split in (1, 2, 4, 8):
             warps = work / tiles * split
-            if split * 128 <= k and (WARPS <= warps <= 2.3 * WARPS or warps >= 3.3 * WARPS):
+            if split * 128 <= k and (WARPS <= warps <= 2.3 * WARPS or warps >= 3.2 * WARPS):
                 return Shape(tiles, groups, split, max(4, split), depth)
     return Shape(1, groups, 8, 8, depth)
