@@ -15,7 +15,9 @@ from leyden.ops.triton.launch import INTERPRETED, MULTIPROCESSORS, OPTIONS, PDL,
 _LOG2E = 1.4426950408889634
 _FEW = 8  # tokens of a row whose queries are one tile
 SPLITS = 64  # programs that share the keys of a row, at most
-CUT = 64, 5, 8  # keys of a tile, stages (two for a tile that is on its way: its pages come first) and warps of _decode
+# Keys of a tile, stages (two for a tile that is on its way: its pages come first) and warps of _decode: where programs
+# share a row; where one has a multiprocessor to itself; where several take turns.
+CUT, CUT_OF_MANY, CUT_OF_MOST = (128, 5, 4), (64, 5, 8), (64, 3, 4)
 _EMPTY = tl.constexpr(-1)  # bits of a number that no kernel writes into a cell
 _CELLS = 1 << 22
 _cells: dict[torch.device, Tensor] = {}
@@ -114,20 +116,17 @@ def _decode(
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
     JOINED: tl.constexpr, COPIES: tl.constexpr, ASKED: tl.constexpr, THREADS: tl.constexpr, STAGES: tl.constexpr,
-    ALONE: tl.constexpr,
 ):  # fmt: skip
     """Rows of up to TOKENS tokens, whose queries are one tile. SPLITS programs share the keys of a row, as many as find
-    some; then all of them share its queries, and each joins the parts of its own, in the order of the keys. ALONE: the
-    last of them joins everything.
+    some; then all of them share its queries, and each joins the parts of its own, in the order of the keys.
 
     Parts go through `cells`, which are _EMPTY but for those with a number that was written and not yet read. A cell has
     one writer, and one reader, which looks at it until a number is there and empties it: neither has to know what other
     cells hold, so nothing needs an order, and numbers travel as fast as memory lets them. It takes that all programs of
-    a row run at the same time, so such a launch has no more programs than the device has multiprocessors. (Two of them
-    may find no room on one that was set up with less shared memory for another kernel.) Kernels before this one may
-    hold multiprocessors; they end without it. Kernels after it may not: they begin when every program of this one has
-    called release(), which is when all are there. ALONE takes less: that programs begin in their order, so that those
-    which the last one waits for, and which wait for nobody, are there or have ended.
+    a row run at the same time, so where there is something to join the launch has no more programs than the device has
+    multiprocessors. (Two of them may find no room on one that was set up with less shared memory for another kernel.)
+    Kernels before this one may hold multiprocessors; they end without it. Kernels after it may not: they begin when
+    every program of this one has called release(), which is when all are there.
 
     Before it waits a program reads the keys and values that are older than this step, and asks for what it will read
     later of up to ASKED pages of a row's share."""
@@ -144,6 +143,7 @@ def _decode(
     length = before + count
     each = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), 16) * 16, BLOCK_S)
     active = tl.cdiv(length, each)
+    parts = active if SPLITS > 1 else 1  # known to the compiler
     begin, end = split * each, tl.minimum(length, (split + 1) * each)
     table, at = pages + row * pages_stride, begin + s
     page = tl.load(table + at // PAGE, mask=at < end, other=0).to(tl.int64)
@@ -176,7 +176,7 @@ def _decode(
                 tile, acc, most, total, cache, table, half, begin + BLOCK_S, end, token * 0 - 1, limit, scale,
                 KV, D, PAGE, head, BLOCK_D, BLOCK_S, STAGES, True,
             )  # fmt: skip
-        if active > 1:
+        if parts > 1:
             # of several queries some may have seen none of a program's keys
             seen, sent = total > 0, (m < count * SHARE)[:, None]
             mass = tl.where(seen, total, 1.0)
@@ -187,9 +187,9 @@ def _decode(
         else:
             cell = (first + token)[:, None] * (HEADS * D) + query[:, None] * D + d[None, :]
             tl.store(out + cell, (acc * (v_scale / total)[:, None]).to(out.dtype.element_ty), mask=in_q)
-    if active > 1:
+    if parts > 1:
         start, step = (SPLITS - 1 - split) * JOINED, SPLITS * JOINED  # those with the fewest keys first
-        if ALONE:
+        if INTERPRETED:  # one program after the other: the last of a row finds everything
             start, step = tl.where(split < SPLITS - 1, BLOCK_M, 0), JOINED
         while start < count * SHARE:
             _join(
@@ -361,17 +361,17 @@ def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scal
         )  # fmt: skip
         return out
     block_m = max(16, triton.next_power_of_2(longest * share))
-    most = min(_multiprocessors(q.device), _CELLS // (4 * block_m * block_d))
-    splits = most // (number * kv)
-    alone = splits < 2 or INTERPRETED.value  # where programs run one after the other
-    if splits < 2:
-        splits = max(1, 2 * most // (number * kv))
-    block_s, stages, warps = (CUT if splits > 1 else (64, 3, 4)) if block_m < 64 else (64, 3, 4 if block_m == 64 else 8)
+    together = min(_multiprocessors(q.device), _CELLS // (2 * block_m * block_d))
+    splits = min(SPLITS, together // (number * kv))
+    if block_m >= 64:
+        block_s, stages, warps = 64, 3, 4 if block_m == 64 else 8
+    else:
+        block_s, stages, warps = CUT if splits > 1 else CUT_OF_MANY if splits else CUT_OF_MOST
     threads, size = 32 * warps, page * kv * dim * cache.dtype.itemsize  # bytes of a page of keys
     reach = triton.cdiv(rows.pages.shape[1] * page, block_s)  # tiles of keys that a row can have at most
-    splits = min(SPLITS, reach, splits)
-    block_p, share_of = max(triton.next_power_of_2(splits), threads // block_d), 1 if alone else splits
-    joined = max(1, min(64 * threads // (block_p * block_d), triton.next_power_of_2(triton.cdiv(block_m, share_of))))
+    splits = max(1, min(splits, reach))
+    block_p = max(triton.next_power_of_2(splits), threads // block_d)
+    joined = max(1, min(64 * threads // (block_p * block_d), triton.next_power_of_2(triton.cdiv(block_m, splits))))
     copies = max(1, threads // (block_p * joined))
     asked = min(threads // 2, ahead(threads * size, number * kv * splits, warps) * kv // (2 * size)) if PDL.value else 0
     if q.device not in _cells:
@@ -380,7 +380,7 @@ def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scal
         q, cache, rows.starts, rows.past, rows.pages, out, _cells[q.device],
         q.stride(0), cache.stride(0), rows.pages.stride(0), scale, v_scale,
         heads, kv, dim, page, longest, splits, block_m, block_d, block_s, block_p, joined, copies, asked, threads,
-        stages, alone, num_warps=warps, **OPTIONS,
+        stages, num_warps=warps, **OPTIONS,
     )  # fmt: skip
     return out
 

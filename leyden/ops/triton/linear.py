@@ -28,6 +28,7 @@ from leyden.ops.triton.launch import OPTIONS, ahead, arrive, counters, prefetch,
 
 FP8_ROWS = 256  # up to here FP8 matrices are read as they are
 NARROW_ROWS = 16  # up to here _few or _narrow; cuBLAS is faster from 32 on
+FEW_SIZE = 4096  # rows of a matrix up to which _narrow would have to cut K among programs, and _few is faster
 REGISTERS = 128  # of a thread of _few: 16 warps fit on a multiprocessor
 
 
@@ -258,7 +259,7 @@ class Cut:
 def cut_of(size: int) -> Cut:
     """For `size` rows: at least 1,100 warps, as the memory of an H200 needs them, unless more than 8 had to share."""
     split = next((split for split in (1, 2, 4) if size / 16 * split >= 1100), 8)
-    return Cut(split, max(4, split))
+    return Cut(split, max(4, split), 5 if split == 8 else 4)
 
 
 def embed(tokens: Tensor, weight: Weight) -> Tensor:
@@ -334,7 +335,9 @@ def _ours(x: Tensor, matrix: Tensor) -> bool:
 
 
 def _chosen(x: Tensor, matrix: Tensor) -> Callable[..., Tensor]:
-    return vector if len(x) == 1 else few if readable(x, matrix) else narrow
+    if len(x) == 1:
+        return vector
+    return few if len(matrix) <= FEW_SIZE and readable(x, matrix) else narrow
 
 
 def vector(

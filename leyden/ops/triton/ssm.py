@@ -26,6 +26,9 @@ _FUSED_ROWS = 4  # steps of up to so many rows are one launch
 # many warps then, so that a column of a head has as many threads as calls of Philox.
 _SHAPES = {2: (64, 8, 80), 4: (64, 4, 128)}
 _AT_RANDOM = (64, 4, 128)
+# Of steps that seldom write, through whose programs states stream: heads, rows of a tile, tiles on their way and in
+# work, warps, registers.
+_STREAMS, _FEW_STREAMS = (8, 64, 3, 4, 128), (8, 64, 3, 2, 168)
 
 
 @triton.jit
@@ -514,7 +517,7 @@ def mamba_lazy_step(
     assert conv_state[0].is_contiguous() and ssm_state[0].is_contiguous()
     assert recent[0].is_contiguous() and recent.dtype == projected.dtype
     out = torch.empty(count, inner, dtype=projected.dtype, device=projected.device)
-    most, block_p, stages, warps, registers = shape or _lazy_shape(count, ssm_state.dtype)
+    most, block_p, stages, warps, registers = shape or (_FEW_STREAMS if count <= 32 else _STREAMS)
     block_p = min(block_p, max(8, triton.next_power_of_2(dim)))
     each = most if share % most == 0 else share
     taps, block_n, block_h, block_d, block_g = (
@@ -543,11 +546,6 @@ def mamba_lazy_step(
             block_n, triton.next_power_of_2(count), num_warps=4, **OPTIONS,
         )  # fmt: skip
     return out
-
-
-def _lazy_shape(count: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Programs that are all there at once, or many turns of them."""
-    return 8 if count > 160 else 4 if count > 80 else 2, 64 if dtype.itemsize == 2 else 32, 3, 4, 128
 
 
 def mamba_fold(
