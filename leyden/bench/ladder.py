@@ -30,7 +30,6 @@ from leyden.config.model import ModelConfig
 from leyden.engine.engine import Engine
 from leyden.errors import ConfigError
 from leyden.model.nemotron import Nemotron
-from leyden.ops.cpu import program
 from leyden.types import Request, SamplingParams
 
 # Steps of decoding in one measurement, and before it: on CUDA the first ones capture graphs.
@@ -139,10 +138,13 @@ class Ladder:
         self.probe: Any = None
         if device == "cuda":
             self.probe = DeviceProbe()
-        elif program.available and not ops.forced():
-            from leyden.ops.cpu.probe import Probe
+        elif not ops.forced():
+            from leyden.ops.cpu.program import available  # compiled by now; where a GPU does the work never
 
-            self.probe = Probe()
+            if available:
+                from leyden.ops.cpu.probe import Probe
+
+                self.probe = Probe()
 
     def generate(self, batch: int, context: int, steps: int = 1) -> tuple[float, list[float], int]:
         """(seconds until every sequence has its first token, seconds of each decode step after that, their tokens)"""

@@ -18,11 +18,12 @@ from leyden import log, ops
 from leyden.cache.pool import Pool
 from leyden.engine.drafting import Drafted, Drafting
 from leyden.engine.grammar import Allowed
+from leyden.engine.graphs import recorder
 from leyden.engine.sampler import Drawn, Sampler
 from leyden.engine.transfer import upload
 from leyden.model.context import Context
 from leyden.model.nemotron import Nemotron
-from leyden.ops.cpu.program import Arena, NotRecordable, Program, available
+from leyden.ops.registry import NotRecordable
 from leyden.ops.rows import Rows
 from leyden.spec.drafter import Draft, Heads, Seen
 from leyden.types import Plan, Row
@@ -72,10 +73,10 @@ class DraftGraphs:
     def __init__(self, model: Nemotron, pool: Pool, sampler: Sampler, drafting: Drafting):
         slots, width, device = pool.shape.slots, sampler.drafts.shape[1], sampler.drafts.device
         self._model, self._pool, self._sampler, self._drafting = model, pool, sampler, drafting
-        self.records = pool.committed.device.type == "cpu" and available
+        self._recorder = recorder(pool.committed.device)
+        self.records = self._recorder is not None
         self._begun = False
         self._drafters_record = True
-        self._arena = Arena()
         self._programs: dict[tuple[object, ...], Callable[[], object]] = {}
         self._passes: dict[tuple[object, ...], _Pass] = {}  # by program, like the rest
         self._outcomes: dict[tuple[object, ...], _Outcome] = {}
@@ -264,4 +265,5 @@ class DraftGraphs:
         return self._program(step)
 
     def _program(self, step: Callable[[], Tensor]) -> Callable[[], object]:
-        return Program(step, self._arena)
+        made: Callable[[], object] = self._recorder(step)
+        return made

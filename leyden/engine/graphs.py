@@ -16,11 +16,22 @@ from leyden.cache.pool import Pool
 from leyden.engine.sampler import Sampler
 from leyden.model.context import Context
 from leyden.model.nemotron import Nemotron
-from leyden.ops.cpu.program import Arena, NotRecordable, Program, available
+from leyden.ops.registry import NotRecordable
 from leyden.ops.rows import Rows
 from leyden.types import Row
 
 logger = log.get(__name__)
+
+
+def recorder(device: torch.device) -> Any:
+    """What makes a program of a function, in a memory that its programs share; None where there are no such programs.
+    The CPU's kernels are compiled when they are imported: who has a GPU does without."""
+    if device.type != "cpu":
+        return None
+    from leyden.ops.cpu.program import Arena, Program, available
+
+    arena = Arena()
+    return (lambda step: Program(step, arena)) if available else None
 
 
 class Graphs:
@@ -34,9 +45,9 @@ class Graphs:
     def __init__(self, model: Nemotron, pool: Pool, sampler: Sampler):
         slots, device = pool.shape.slots, pool.committed.device
         self._model, self._pool, self._sampler = model, pool, sampler
-        self._records = device.type == "cpu" and available
-        self._programs: dict[tuple[str, int], Program] = {}
-        self._arena = Arena()
+        self._program = recorder(device)
+        self._records = self._program is not None
+        self._programs: dict[tuple[str, int], Callable[[], Tensor]] = {}
         self._slots = torch.zeros(slots, dtype=torch.int32, device=device)
         self._starts = torch.arange(slots + 1, dtype=torch.int32, device=device)
         self._pages = torch.zeros(slots, pool.shape.pages_per_slot, dtype=torch.int32, device=device)
@@ -87,7 +98,7 @@ class Graphs:
     def _run(self, what: str, count: int, step: Callable[[], Tensor]) -> Tensor | None:
         if (what, count) not in self._programs:
             try:
-                self._programs[what, count] = Program(step, self._arena)
+                self._programs[what, count] = self._program(step)
             except NotRecordable as reason:
                 logger.info("decode steps are not recorded: %s", reason)
                 self._records = False

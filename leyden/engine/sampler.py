@@ -74,7 +74,7 @@ class Sampler:
         self._banned.admit(admits)
 
     def _admit_stops(self, admits: list[Admit], slots: Tensor) -> None:
-        self.drafts[slots] = -1
+        self.drafts.index_fill_(0, slots, -1)
         missing = max(len(a.stop_ids) for a in admits) - self.stops.shape[1]
         if missing > 0:
             self.stops = torch.cat([self.stops, self.stops.new_full((len(self.stops), missing), -1)], dim=1)

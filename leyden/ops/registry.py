@@ -17,6 +17,10 @@ _stood_for = "meta"  # the device whose kernels tensors without memory get
 _watchers: list[Callable[["Op", tuple[Any, ...]], None]] = []
 
 
+class NotRecordable(Exception):
+    """The function did something that is not a step; run it as it is. The message names the operation."""
+
+
 class Op:
     """Callable that picks a kernel by the device of its first tensor and the format of its weights, if they share one.
 

@@ -1,5 +1,8 @@
 """Recorded steps: they are used, they notice what changes, and they give way where they cannot be."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -78,3 +81,10 @@ def test_inputs_are_those_of_the_step(model) -> None:
     out = run(made, arrivals)
     for _, one in arrivals:
         assert tokens_of(out[one.id]) == oracle(model, one.prompt, one.params.max_tokens)
+
+
+def test_who_has_a_gpu_never_compiles_the_kernels_of_the_cpu():
+    """They are compiled when leyden.ops.cpu is imported, which an engine on another device does not do."""
+    code = "import sys, leyden.engine.engine, leyden.bench.ladder; print([m for m in sys.modules if 'ops.cpu' in m])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from leyden.ops.cpu import build
+from leyden.ops.registry import NotRecordable
 
 _SMALL = 2**17  # multiplications that one thread does while a second one wakes up
 _ALIGNMENT = 64  # bytes: a cache line
@@ -119,10 +120,6 @@ def has_rows(x: Tensor) -> bool:
 def _execute(program: bytes, threads: int) -> None:
     assert _native is not None
     _native.run_program(program, len(program) // 8, threads)
-
-
-class NotRecordable(Exception):
-    """The function did something that is not a step; run it as it is. The message names the operation."""
 
 
 class Arena:
