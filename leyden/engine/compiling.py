@@ -37,7 +37,7 @@ from leyden.types import Admit, Plan, Row, SamplingParams
 logger = log.get(__name__)
 
 _PROCESSES = 16  # at most: each takes some 200 MB
-_FIRST = (16, 24, 100, 300)  # tokens of the prompts of first answers
+_FIRST = (16, 24, 100, 128, 300)  # tokens of the prompts of first answers
 _HEADER = 5  # tokens of an assistant's header, before which the state of a prompt is kept
 _START = 100  # tokens that are there before a step
 

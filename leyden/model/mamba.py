@@ -47,15 +47,7 @@ class Mamba(nn.Module):
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         """x [T, H] -> [T, H]; the states of the rows move to the end of the rows, but for guesses: those wait."""
-        return self._mixed(ops.linear(x, self.in_proj), ctx)
-
-    def added(self, norm: RMSNorm, delta: Tensor, residual: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """(forward() of the norm of delta + residual, the sum), all [T, H]."""
-        projected, total = ops.add_norm_linear(delta, residual, norm.weight, norm.eps, self.in_proj)
-        return self._mixed(projected, ctx), total
-
-    def _mixed(self, projected: Tensor, ctx: Context) -> Tensor:
-        """All that follows in_proj."""
+        projected = ops.linear(x, self.in_proj)
         conv, ssm = (ctx.pool.conv[self.index], ctx.pool.ssm[self.index]) if ctx.pool else (None, None)
         mixed = []
         for span, rows, narrow in ctx.parts():

@@ -42,7 +42,7 @@ class Layer(nn.Module):
         """(what the mixer makes of the norm of delta + residual, the sum), all [T, H]; no delta: nothing to add."""
         if delta is None:
             return self.mixer(self.norm(residual), ctx), residual
-        if isinstance(self.mixer, (Mamba, MoE)) and ctx.pool is not None:
+        if isinstance(self.mixer, MoE) and ctx.pool is not None:
             return self.mixer.added(self.norm, delta, residual, ctx)
         hidden, total = self.norm.add(delta, residual)
         return self.mixer(hidden, ctx), total

@@ -23,8 +23,6 @@ their writes do no harm.
     rms_norm(x[T,H], weight[H], eps) -> [T,H]                        fp32 inside, weight in fp32, rounded once
     add_rms_norm(x[T,H], residual[T,H], weight[H], eps) -> ([T,H], [T,H])    (norm of the sum, the sum)
     linear(x[T,K], weight: Weight[N,K], dtype=None) -> [T,N]         in dtype, if not that of x
-    add_norm_linear(x[T,K], residual[T,K], norm[K], eps, weight: Weight[N,K]) -> ([T,N], [T,K])
-                                                                    add_rms_norm, then linear of its first result
     add_linear(x[T,K], weight: Weight[N,K], to[T,N]) -> [T,N]        to + x W^T, in the dtype of `to`
     mlp(x[T,K], up: Weight[I,K], down: Weight[N,I]) -> [T,N]         down(relu(up x)^2)
     route(x[T,H], gate[E,H], bias[E], k, groups, kept, normalize, scale) -> (ids[T,k] int64, weights[T,k] fp32)
@@ -133,6 +131,5 @@ from leyden.ops import fused as _fused  # noqa: E402, it is made of the ops abov
 
 qkv_write = Op(_fused.qkv_write)
 add_norm_route = Op(_fused.add_norm_route)
-add_norm_linear = Op(_fused.add_norm_linear)
 add_linear = Op(_fused.add_linear)
 swiglu = Op(_fused.swiglu)

@@ -23,12 +23,6 @@ def qkv_write(
     return queries
 
 
-def add_norm_linear(x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Weight) -> tuple[Tensor, Tensor]:
-    """(product of the norm of the sum with weight [N, H], [T, N]; the sum [T, H])."""
-    hidden, total = ops.add_rms_norm(x, residual, norm, eps)
-    return ops.linear(hidden, weight), total
-
-
 def add_linear(x: Tensor, weight: Weight, to: Tensor) -> Tensor:
     """to + x @ W^T in the dtype of to [T, N], which the products may be rounded from that of x [T, K] to."""
     return to + ops.linear(x, weight, to.dtype)

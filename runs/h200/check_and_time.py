@@ -1162,18 +1162,7 @@ def check_few_bits() -> None:
         wanted = x.float() @ dequantized(weight).t()
         verdict(name, error(ops.linear(x, weight, torch.float32), wanted), 1e-4 if count <= 16 else 4e-3)
 
-    def behind_a_sum(weight: Any, name: str) -> None:
-        x, residual, gain = randn(1, H), randn(1, H), randn(H)
-        got, again = (ops.add_norm_linear(x, residual, gain, 1e-5, weight) for _ in range(2))
-        with ops.using("reference"):
-            hidden, total = ops.add_rms_norm(x, residual, gain, 1e-5)
-        verdict(name, error(got[0], hidden.float() @ dequantized(weight).t()), 8e-3)
-        verdict(f"{name}: the sum", float((got[1] != total).float().mean()), 0)
-        verdict(f"{name} twice the same bits", float((got[0] != again[0]).float().mean()), 0)
-
     tried("decoding", decoding)
-    tried("fp8 in_proj behind a sum", partial(behind_a_sum, mamba.in_proj, "fp8 in_proj behind a sum"))
-    tried("nvfp4 up behind a sum", partial(behind_a_sum, shared.up_proj, "nvfp4 up behind a sum"))
     for count in (1, 2, 5, 8, 9, 16, 17, 40, 200, 400, 900, 2000, 8192):
         tried(f"nvfp4 moe {count}", partial(layer, count))
     for count in (1, 8, 40, 256, 300):
@@ -1418,21 +1407,16 @@ def check_wide(layer: Any) -> None:
             verdict(f"wide {name} {shape}", error(made[0], result), 4e-3)
             verdict("  twice the same bits", float((made[0] != made[1]).float().mean()), 0)
 
-    def whole(name: str, limit: int) -> None:
-        kept, nvfp4.DENSE_ROWS = nvfp4.DENSE_ROWS, limit
-        try:
-            got, again = (ops.experts(x, ids, w, up, down) for _ in range(2))
-        finally:
-            nvfp4.DENSE_ROWS = kept
+    def whole() -> None:
+        got, again = (ops.experts(x, ids, w, up, down) for _ in range(2))
         with ops.using("reference"):
             result = ops.experts(x.float(), ids, w, *map(stored, exact))
-        verdict(f"wide experts, {name}", error(got, result), 8e-3)
+        verdict("wide experts", error(got, result), 8e-3)
         verdict("  twice the same bits", float((got != again).float().mean()), 0)
 
     for shape in (*GATHERED, None):
         tried(f"wide {shape}", partial(products, shape))
-    tried("wide experts, gathered", partial(whole, "gathered", 1 << 30))
-    tried("wide experts, decoded", partial(whole, "decoded", 0))
+    tried("wide experts", whole)
 
 
 def time_wide_prompt(tokens: int, layers: Sequence[Any], dense: Sequence[Tensor]) -> None:
@@ -1458,12 +1442,8 @@ def time_wide_prompt(tokens: int, layers: Sequence[Any], dense: Sequence[Tensor]
               [partial(codes.product, h, m, done, False, CHOICES, lists, few) for m in downs])  # fmt: skip
     rated("16 bits", [partial(grouped.product, rows, dense[0], order, offsets, True)] * len(ups),
           [partial(grouped.product, h, dense[1], order, offsets, False)] * len(ups))  # fmt: skip
-    kept = nvfp4.DENSE_ROWS
-    for name, nvfp4.DENSE_ROWS in (("gathered", 1 << 30), ("decoded first", 0)):
-        us = each(f"{tokens} experts, {name}",
-                  [partial(ops.experts, x, ids, w, *pair) for pair in zip(ups, downs, strict=True)])  # fmt: skip
-        say(f"    {2 * flop / us / 1e6:.0f} TFLOP/s")
-    nvfp4.DENSE_ROWS = kept
+    us = each(f"{tokens} experts", [partial(ops.experts, x, ids, w, *pair) for pair in zip(ups, downs, strict=True)])
+    say(f"    {2 * flop / us / 1e6:.0f} TFLOP/s")
     each(f"{tokens} listed", [partial(moe.listed, ids, EXPERTS)] * 2)
     each(f"{tokens} gathered, ordered", [partial(codes.gathered, x, order, CHOICES)] * 2, (tokens + pairs) * H * 2)
     each(f"{tokens} gathered", [partial(grouped.gathered, x, order, CHOICES)] * 2, (tokens + pairs) * H * 2)

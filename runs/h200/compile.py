@@ -204,10 +204,6 @@ def products() -> None:
                     under(f"{count} x {size}, shared memory", linear.narrow, x, in_sixteen.dense())
             under(f"{count} x {size} fp8", linear.linear_fp8, x, in_eight)
             under(f"{count} x {size} nvfp4", nvfp4.linear_nvfp4, x, in_four, F32)
-            if count == 1:
-                added = x, x, empty(k), 1e-5
-                under(f"sum and {size} fp8", linear.add_norm_linear_fp8, *added, in_eight)
-                under(f"sum and {size} nvfp4", nvfp4.add_norm_linear_nvfp4, *added, in_four)
     gate = empty(128, 2688, dtype=F32), empty(128, dtype=F32)
     shapes = (128, 1856, 2688), (128, 2688, 1856), (3712, 2688), (2688, 3712)
     dense, packed = ([weight(*shape, format=form) for shape in shapes] for form in (None, Tiled(NVFP4())))

@@ -40,18 +40,15 @@ for _op, _kernel in (
 ):
     _op.register("cuda", _kernel)
 ops.linear.register("cuda", linear.linear_fp8, "fp8")
-ops.add_norm_linear.register("cuda", linear.add_norm_linear_fp8, "fp8")
 for _op, _kernel in (
     (ops.linear, nvfp4.linear_nvfp4),
     (ops.mlp, nvfp4.mlp_nvfp4),
     (ops.experts, nvfp4.experts_nvfp4),
     (ops.moe, nvfp4.moe_nvfp4),
+    (ops.add_linear, nvfp4.add_linear_nvfp4),
 ):
     _op.register("cuda", _kernel, "nvfp4")
     _op.register("cuda", _kernel, "nvfp4_tiled")
-for _format in ("nvfp4", "nvfp4_tiled"):
-    ops.add_norm_linear.register("cuda", nvfp4.add_norm_linear_nvfp4, _format)
-    ops.add_linear.register("cuda", nvfp4.add_linear_nvfp4, _format)
 for _op, _kernel in (
     (ops.linear, eight.linear),
     (ops.mlp, eight.mlp),

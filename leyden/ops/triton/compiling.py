@@ -40,7 +40,7 @@ from leyden.ops.triton.launch import INTERPRETED
 
 logger = log.get(__name__)
 
-_MARK = "leyden"  # name of a file without content
+_FIRST, _ALL = "first", "all"  # names of files without content
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl
 _PATIENCE = 10  # nice(2) of what nobody waits for
 _PAUSE = 2  # seconds between two lines of progress
@@ -151,13 +151,15 @@ class Compilation:
         all that the lists depend on, but for the kernels: what was done to its end on this machine is not begun again.
         """
         mark = _mark(what) if what else None
+        there = get_cache_manager(mark).get_file if mark else lambda name: None
         self.close: Callable[[], object] = lambda: None
         self._told: int | None = None
-        if mark is None or not get_cache_manager(mark).get_file(_MARK):
-            self._told, tell = os.pipe()
+        if not there(_ALL):
+            awaited, (told, tell) = not there(_FIRST), os.pipe()
             pid = _forked(lambda: _work(stages, processes, tell, mark))
             os.close(tell)
-            self.close = weakref.finalize(self, _end, pid, self._told)
+            self.close = weakref.finalize(self, _end, pid, told)
+            self._told = told if awaited else None
         if knobs.compilation.listener is None:
             knobs.compilation.listener = _compiled_here
 
@@ -197,11 +199,13 @@ def _work(stages: Callable[[], Iterable[list[Job]]], processes: int, tell: int, 
         if todo:
             logger.info("compiled %d kernels in %.1f s", len(todo), time.monotonic() - started)
         if first:
+            if mark is not None:
+                get_cache_manager(mark).put("", _FIRST)
             os.write(tell, b"!")
             os.nice(_PATIENCE)  # nobody waits for the others
             first = False
     if mark is not None:
-        get_cache_manager(mark).put("", _MARK)
+        get_cache_manager(mark).put("", _ALL)
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> Iterator[int]:

@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from leyden.formats import Weight
-from leyden.ops import fused
 from leyden.ops.triton import packed
 from leyden.ops.triton.fragments import mma, streamed, values
 from leyden.ops.triton.grouped import relu_squared
@@ -28,7 +27,7 @@ from leyden.ops.triton.launch import OPTIONS, ahead, arrive, counters, prefetch,
 
 FP8_ROWS = 256  # up to here FP8 matrices are read as they are
 NARROW_ROWS = 16  # up to here _few or _narrow; cuBLAS is faster from 32 on
-FEW_SIZE = 4096  # rows of a matrix up to which _narrow would have to cut K among programs, and _few is faster
+FEW_SIZE = 12288, 4096  # rows of a matrix up to which _few is faster than _narrow, for up to 8 rows of x and for more
 REGISTERS = 128  # of a thread of _few: 16 warps fit on a multiprocessor
 
 
@@ -257,9 +256,8 @@ class Cut:
 
 
 def cut_of(size: int) -> Cut:
-    """For `size` rows: at least 1,100 warps, as the memory of an H200 needs them, unless more than 8 had to share."""
-    split = next((split for split in (1, 2, 4) if size / 16 * split >= 1100), 8)
-    return Cut(split, max(4, split), 5 if split == 8 else 4)
+    """For `size` rows of a matrix."""
+    return Cut(8, 8, 5 if size <= FEW_SIZE[1] else 4)
 
 
 def embed(tokens: Tensor, weight: Weight) -> Tensor:
@@ -290,13 +288,6 @@ def linear_fp8(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> T
     out = torch.empty(len(rows), weight.shape[0], dtype=dtype, device=x.device)
     packed.product(packed.aligned(rows), weight, out, len(rows))
     return out.view(*x.shape[:-1], -1)
-
-
-def add_norm_linear_fp8(x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Weight) -> tuple[Tensor, Tensor]:
-    """See ops.add_norm_linear. Of one row every program makes the norm for itself, which is quicker than to wait."""
-    if len(x) != 1 or x.dtype != torch.bfloat16 or residual.stride(1) != 1 or weight.shape[1] % 16:
-        return fused.add_norm_linear(x, residual, norm, eps, weight)
-    return packed.add_norm_linear(x, residual, norm, eps, weight)
 
 
 def add_linear(x: Tensor, weight: Weight, to: Tensor) -> Tensor:
@@ -337,7 +328,7 @@ def _ours(x: Tensor, matrix: Tensor) -> bool:
 def _chosen(x: Tensor, matrix: Tensor) -> Callable[..., Tensor]:
     if len(x) == 1:
         return vector
-    return few if len(matrix) <= FEW_SIZE and readable(x, matrix) else narrow
+    return few if len(matrix) <= FEW_SIZE[len(x) > 8] and readable(x, matrix) else narrow
 
 
 def vector(

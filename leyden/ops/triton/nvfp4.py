@@ -13,13 +13,11 @@ from torch import Tensor
 
 from leyden.formats import Weight
 from leyden.formats.nvfp4 import Tiled, arrange
-from leyden.ops import fused
 from leyden.ops.triton import linear, moe, packed, wide
 from leyden.ops.triton.launch import HOPPER, OPTIONS, release, wait
 
 WIDE_ROWS = 256  # for one matrix without a twin
 EXPERT_ROWS = 8  # for one of a stack, on average
-DENSE_ROWS = 4096  # likewise: beyond, decoding a stack to memory should be little beside its product; not measured yet
 UNSORTED_ROWS = 8  # up to here every chosen expert multiplies all rows
 JOINT_ROWS = 16  # up to here the shared expert is one of the others
 
@@ -79,15 +77,6 @@ def add_linear_nvfp4(x: Tensor, weight: Weight, to: Tensor) -> Tensor:
     return out
 
 
-def add_norm_linear_nvfp4(
-    x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Weight
-) -> tuple[Tensor, Tensor]:
-    """See ops.add_norm_linear, and linear.add_norm_linear_fp8."""
-    if len(x) != 1 or residual.stride(1) != 1 or not _ready(x.dtype, weight):
-        return fused.add_norm_linear(x, residual, norm, eps, weight)
-    return packed.add_norm_linear(x, residual, norm, eps, weight)
-
-
 def mlp_nvfp4(x: Tensor, up: Weight, down: Weight) -> Tensor:
     """See ops.mlp."""
     rows = x.flatten(0, -2)
@@ -127,8 +116,6 @@ def moe_nvfp4(
 def _many(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight) -> Tensor:
     (count, choices), (total, inner, _), size = ids.shape, up.shape, down.shape[1]
     pairs = count * choices
-    if pairs > DENSE_ROWS * total:
-        return moe.many_rows(x.contiguous(), ids, weights, decoded(up), decoded(down))
     lists = moe.listed(ids, total)
     h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     done = torch.empty(pairs, size, dtype=x.dtype, device=x.device)

@@ -126,40 +126,6 @@ def _fragments(words, FIRST: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _normed(x, residual, gain, hidden, total, eps, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The norm of the sum of one row as add_rms_norm rounds it, for this program: all of them write the same. `gain`:
-    the norm's weight, a block after the other, read already. The registers are full: the row is read twice."""
-    k = tl.arange(0, BLOCK)
-    squares = tl.zeros((BLOCK,), dtype=tl.float32)
-    for i in tl.static_range(len(gain)):
-        wide = _sum(x, residual, i * BLOCK + k, total.dtype.element_ty, K).to(tl.float32)
-        squares += wide * wide
-    scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    for i in tl.static_range(len(gain)):
-        at = i * BLOCK + k
-        value = _sum(x, residual, at, total.dtype.element_ty, K)
-        tl.store(total + at, value, mask=(at < K) & (tl.program_id(0) == 0))
-        made = value.to(tl.float32) * scale * gain[i].to(tl.float32)
-        tl.store(hidden + at, made.to(hidden.dtype.element_ty), mask=at < K)
-    tl.debug_barrier()  # each thread reads what others have written
-
-
-@triton.jit
-def _gain(norm, K: tl.constexpr, BLOCK: tl.constexpr):
-    gain = ()  # type: tuple[object, ...]
-    for i in tl.static_range((K + BLOCK - 1) // BLOCK):
-        at = i * BLOCK + tl.arange(0, BLOCK)
-        gain = gain + (tl.load(norm + at, mask=at < K, other=0.0),)
-    return gain
-
-
-@triton.jit
-def _sum(x, residual, at, dtype: tl.constexpr, K: tl.constexpr):
-    value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
-    return (value + tl.load(residual + at, mask=at < K, other=0.0).to(tl.float32)).to(dtype)
-
-
-@triton.jit
 def _choice(ids, row, choice, expert, CHOICES: tl.constexpr, LONE: tl.constexpr):
     """Which of the choices of all rows is that of `expert` by each `row`, or -1. LONE: it is `choice`."""
     found = row * 0 + (choice if LONE else -1)
@@ -172,7 +138,7 @@ def _choice(ids, row, choice, expert, CHOICES: tl.constexpr, LONE: tl.constexpr)
 @triton.jit(do_not_specialize=["M"])
 def _product(
     x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
-    scores, joined, arrived, later_codes, later_scales, later_bytes, residual, norm, hidden, summed, eps, to,
+    scores, joined, arrived, later_codes, later_scales, later_bytes, to,
     M, N, x_stride, to_stride,
     K: tl.constexpr, BITS: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, UP: tl.constexpr,
     EARLY: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, SPLIT: tl.constexpr, THREADS: tl.constexpr,
@@ -191,11 +157,8 @@ def _product(
     EARLY: all that says which matrix it is was written two kernels ago or earlier. AHEAD: see _ask. LATER: bytes of
     codes that a warp asks for of what the next kernel reads of the shared expert.
 
-    With a `residual` M is 1, and what is multiplied is the norm of x + residual, which all programs make for themselves
-    (`hidden`); the sum goes to `summed`. With `to` [M, N] what is written is the sum with that.
-
-    With `scores` [M, CHOICES], where not UP, the last program of some columns adds up what a row's choices and the
-    shared expert gave, into `joined` [M, N].
+    With `to` [M, N] what is written is the sum with that. With `scores` [M, CHOICES], where not UP, the last program of
+    some columns adds up what a row's choices and the shared expert gave, into `joined` [M, N].
     """
     CHUNKS: tl.constexpr = (K + 63) // 64
     STEPS: tl.constexpr = (CHUNKS + SPLIT - 1) // SPLIT
@@ -256,14 +219,9 @@ def _product(
     words = _first_tiles(places, part, own_k, first < end, K, BITS, TILES, SPLIT, DEPTH)
     _ask(codes, scales, own, chunks, asks & (first < end), thread % 32, N, K, BITS, TILES, BANDS, AHEAD)
     factor = tl.load(whole)  # used at the very end: nobody is to wait for it before
-    if residual is not None:
-        gain = _gain(norm, K, 8 * THREADS)
     if EARLY:
         wait()
         release()
-    if residual is not None:
-        _normed(x, residual, gain, hidden, summed, eps, K, 8 * THREADS)
-        x = hidden
     for block in range(first, end, stride):
         sources = ()  # type: tuple[object, ...]
         for j in tl.static_range(GROUPS):
@@ -385,14 +343,6 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == 1 else x.contiguous()
 
 
-def add_norm_linear(x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Weight) -> tuple[Tensor, Tensor]:
-    """See ops.add_norm_linear; x is one row, bfloat16."""
-    x, total = aligned(x), torch.empty_like(x)
-    out = torch.empty(1, weight.shape[0], dtype=x.dtype, device=x.device)
-    product(x, weight, out, 1, added=(residual, norm, total, eps))
-    return out, total
-
-
 def product(
     x: Tensor,
     weight: Weight,
@@ -407,15 +357,13 @@ def product(
     scores: Tensor | None = None,
     joined: Tensor | None = None,
     shape: Shape | None = None,
-    added: tuple[Tensor, Tensor, Tensor, float] | None = None,
     later: Weight | None = None,
     to: Tensor | None = None,
 ) -> None:
     """Rows of x, bfloat16 and aligned(), times one matrix, or with `ids` of few rows or `lists` of moe.listed() those
     of a stack, of which `count` rows have chosen `choices` each; and times `parts` of the shared expert. The sums over
-    a row's choices with its `scores` [count, choices] go to `joined`, if that is wanted. `added`: residual, weight of
-    the norm, where the sum goes, eps; of one row. `later`: the shared expert's matrix for the next product, to be asked
-    for. `to`: what is added to the product with one matrix. See _product."""
+    a row's choices with its `scores` [count, choices] go to `joined`, if that is wanted. `later`: the shared expert's
+    matrix for the next product, to be asked for. `to`: what is added to the product with one matrix. See _product."""
     size, k = weight.shape[-2:]
     bits = 8 if weight.format.name == "fp8" else 4
     codes, scales, whole = stored(weight)
@@ -444,11 +392,9 @@ def product(
             later_bytes = prod(later.shape) // 2
             asked_later = shares(later_bytes, min(programs, 4 * MULTIPROCESSORS), how.warps)
     later_codes, later_scales, _ = stored(later) if later else (None, None, None)
-    residual, norm, summed, eps = added or (None, None, None, 0.0)
-    hidden = torch.empty_like(x) if added else None
     _product[grid](
         x, codes, scales, whole, shared_codes, shared_scales, shared_whole, out, ids, order, offsets,
-        scores, joined, arrived, later_codes, later_scales, later_bytes, residual, norm, hidden, summed, eps, to,
+        scores, joined, arrived, later_codes, later_scales, later_bytes, to,
         count, size, x.stride(0), to.stride(0) if to is not None else 0,
         k, bits, choices, parts, up, not (routed and up),
         how.tiles, how.groups, how.split, 32 * how.warps, how.depth, asked, asked_later,

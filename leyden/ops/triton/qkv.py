@@ -14,7 +14,9 @@ from leyden.ops.rows import Rows
 from leyden.ops.triton import packed
 from leyden.ops.triton.attention import narrowed
 from leyden.ops.triton.launch import OPTIONS, release, wait
-from leyden.ops.triton.linear import NARROW_ROWS, REGISTERS, Cut, begun, cut_of, ended, readable
+from leyden.ops.triton.linear import NARROW_ROWS, REGISTERS, Cut, begun, ended, readable
+
+CUT = Cut(4, 4)
 
 
 @triton.jit
@@ -101,7 +103,7 @@ def qkv_write(
     most = torch.finfo(cache.dtype).max if cache.dtype.itemsize == 1 else 0.0
     out = torch.empty(count, size, dtype=x.dtype, device=x.device)
     if few:
-        x, number, cut = packed.aligned(x), len(rows.lens), cut or cut_of(size + 2 * width)
+        x, number, cut = packed.aligned(x), len(rows.lens), cut or CUT
         programs = triton.cdiv(size, cut.rows) + 2 * triton.cdiv(width, cut.rows)
         _few[(programs,)](
             x, *matrices, out, cache, rows.starts, rows.past, rows.pages, number, count,

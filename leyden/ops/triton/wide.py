@@ -25,8 +25,8 @@ from leyden.ops.triton.launch import INTERPRETED, OPTIONS, complete, release, wa
 
 Shape = tuple[int, int, int, int, int]
 
-GATHERED_ROWS = 32  # for a matrix, on average
-# Products in turns, rows of x of each and rows of the matrix in a tile, stages, warps: not measured yet.
+GATHERED_ROWS = 16  # for a matrix, on average
+# Products in turns, rows of x of each and rows of the matrix in a tile, stages, warps.
 GATHERED: Shape = (1, 128, 128, 4, 4)  # two programs of a multiprocessor decode and multiply in turn
 GATHERED_FEW: Shape = (1, 64, 128, 4, 4)  # up to 64 rows for a matrix
 

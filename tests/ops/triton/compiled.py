@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,11 @@ def some() -> list[Job]:
     return jobs
 
 
+def first_list() -> Iterator[list[Job]]:
+    yield []
+    time.sleep(300)
+
+
 def same() -> None:
     """What is noted is what a launch compiles."""
     jobs = some()
@@ -53,6 +59,11 @@ def same() -> None:
     assert compilation._told is not None and os.read(compilation._told, 1) == b"", "it has ended"
     assert Compilation(lambda: 1 / 0, 2, "some")._told is None, "not begun again"
     compilation.close()
+    for awaited in (True, False):  # where the first list was compiled once nobody waits for it
+        compilation = Compilation(first_list, 2, "first list")
+        assert (compilation._told is not None) == awaited
+        compilation.wait()
+        compilation.close()
 
     hits = []
     knobs.compilation.listener = lambda *, cache_hit, **rest: hits.append(cache_hit)

@@ -106,12 +106,6 @@ def test_products_in_bfloat16(draw, count: int, split: int, warps: int, depth: i
     close(linear.linear(x, weight(matrix)).float(), wanted, rtol=2**-7)
 
 
-def test_few_rows_keep_the_memory_busy():
-    for size in (16, 2688, 3712, 4608, 10304, 131072):
-        cut = linear.cut_of(size)
-        assert cut.warps % cut.split == 0 and (cut.split == 8 or size / 16 * cut.split >= 1100)
-
-
 @pytest.mark.parametrize("count", [1, 5, 70])
 def test_products_in_fp8(draw, device: str, count: int):
     x, stored = draw(count, 96), Weight(40, 96, dtype=torch.float32, format=FP8()).requires_grad_(False).to(device)
