@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leyden.ops.rows import Rows
-from leyden.ops.triton.launch import INTERPRETED, MULTIPROCESSORS, OPTIONS, PDL, ahead, prefetch, release, wait
+from leyden.ops.triton.launch import INTERPRETED, MULTIPROCESSORS, OPTIONS, PDL, ROOMY, ahead, prefetch, release, wait
 
 _LOG2E = 1.4426950408889634
 _FEW = 8  # tokens of a row whose queries are one tile
@@ -366,7 +366,7 @@ def attention(q: Tensor, cache: Tensor, rows: Rows, k_scale: float = 1.0, v_scal
     if block_m >= 64:
         block_s, stages, warps = 64, 3, 4 if block_m == 64 else 8
     else:
-        block_s, stages, warps = CUT if splits > 1 else CUT_OF_MANY if splits else CUT_OF_MOST
+        block_s, stages, warps = CUT if splits > 1 and ROOMY else CUT_OF_MANY if splits else CUT_OF_MOST
     threads, size = 32 * warps, page * kv * dim * cache.dtype.itemsize  # bytes of a page of keys
     reach = triton.cdiv(rows.pages.shape[1] * page, block_s)  # tiles of keys that a row can have at most
     splits = max(1, min(splits, reach))

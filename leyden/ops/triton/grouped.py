@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from leyden.ops.triton.launch import HOPPER, INTERPRETED, OPTIONS, release, wait
+from leyden.ops.triton.launch import HOPPER, INTERPRETED, OPTIONS, ROOMY, release, wait
 
 
 @triton.jit
@@ -124,7 +124,9 @@ def relu_squared(x: Tensor) -> Tensor:
 def fits(x: Tensor, *matrices: Tensor) -> bool:
     """Whether the kernels can do it: on Hopper and later, in 16 bits, rows of whole 16 bytes."""
     half = x.dtype in (torch.bfloat16, torch.float16) and all(matrix.dtype == x.dtype for matrix in matrices)
-    return HOPPER and half and all(matrix.shape[-1] % 8 == 0 and matrix.is_contiguous() for matrix in matrices)
+    return (
+        HOPPER and ROOMY and half and all(matrix.shape[-1] % 8 == 0 and matrix.is_contiguous() for matrix in matrices)
+    )
 
 
 def gathered(x: Tensor, order: Tensor, choices: int) -> Tensor:

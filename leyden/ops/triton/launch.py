@@ -16,7 +16,19 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # by the interpreter, which has no inline assembly
+
+
+def _shared_memory() -> int:
+    """Bytes that a program can have, an H200's where there is no GPU."""
+    if not torch.cuda.is_available():
+        return 232_448
+    properties = torch.cuda.get_device_properties()
+    known = 232_448 if properties.major in (9, 10) else 101_376
+    return int(getattr(properties, "shared_memory_per_block_optin", known))
+
+
 HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
+ROOMY = _shared_memory() >= 200_000  # data centres' GPUs have room for the largest tiles, those of desktops have not
 PDL = tl.constexpr(HOPPER and not INTERPRETED.value)
 OPTIONS = {"launch_pdl": True} if PDL.value else {}
 

@@ -278,7 +278,7 @@ def product(
     up: bool,
     choices: int,
     lists: tuple[Tensor, Tensor],
-    shape: tuple[int, int, int, int] = (32, 64, 5, 4),
+    shape: tuple[int, int, int, int] | None = None,
 ) -> None:
     """x, bfloat16 and ordered, times `weight` [E, N, K] by the `lists` of moe.listed(): with `up` x [T, K] to rows of
     `out` [P, N] in the lists' order, relu^2, ordered (N in whole 64s); otherwise x [P, K] in that order to rows of each
@@ -286,7 +286,7 @@ def product(
     (total, size, k), pairs = weight.shape, len(out)
     assert not up or size % 64 == 0
     codes, scales, whole = packed.stored(weight)
-    block_m, block_n, stages, warps = shape
+    block_m, block_n, stages, warps = shape or ((32, 64, 5, 4) if pairs <= 32 * total else (128, 128, 4, 8))
     blocks = pairs // block_m + total
     _product[(blocks * triton.cdiv(size, block_n),)](
         x, codes, scales, whole, out, *lists, size, k, total, choices, up, block_m, block_n, stages,
