@@ -122,11 +122,10 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 def fits(x: Tensor, *matrices: Tensor) -> bool:
-    """Whether the kernels can do it: on Hopper and later, in 16 bits, rows of whole 16 bytes."""
+    """Whether the kernels can do it: on Hopper and later, if it has room, in 16 bits, rows of whole 16 bytes."""
     half = x.dtype in (torch.bfloat16, torch.float16) and all(matrix.dtype == x.dtype for matrix in matrices)
-    return (
-        HOPPER and ROOMY and half and all(matrix.shape[-1] % 8 == 0 and matrix.is_contiguous() for matrix in matrices)
-    )
+    rows = all(matrix.shape[-1] % 8 == 0 and matrix.is_contiguous() for matrix in matrices)
+    return HOPPER and ROOMY and half and rows
 
 
 def gathered(x: Tensor, order: Tensor, choices: int) -> Tensor:

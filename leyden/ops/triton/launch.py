@@ -22,7 +22,7 @@ def _shared_memory() -> int:
     """Bytes that a program can have, an H200's where there is no GPU."""
     if not torch.cuda.is_available():
         return 232_448
-    properties = torch.cuda.get_device_properties()
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     known = 232_448 if properties.major in (9, 10) else 101_376
     return int(getattr(properties, "shared_memory_per_block_optin", known))
 
