@@ -90,7 +90,7 @@ def test_vector_of_a_prefill_three_drafts_and_a_step_that_keeps_one():
 
     # the verify step: anchor and three drafts, of which one is kept; what is behind it is not to be read
     step = torch.cat([anchor, t["drafts"]])
-    following = torch.cat([t["step2_ids"], torch.tensor([-1, -1])])
+    following = torch.cat([t["step2_ids"], torch.tensor([1, 2])])  # some tokens behind those that are right
     seen(step, following, t["step2_target_hidden"], length)
     kept = int(t["step2_num_accepted"])
     close(keys_values(length + kept + 1)[0], t["step2_kv_k"])
