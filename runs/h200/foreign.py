@@ -19,8 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from check_and_time import BF, CHANNELS, CONFIG, INNER, PROJECTED, STATE, each, randn, rows, say
 from compare import error, stored, wide
+from gpu import BF, CHANNELS, CONFIG, INNER, PROJECTED, STATE, each, randn, rows, say
 from torch import Tensor
 
 from leyden import ops

@@ -10,13 +10,15 @@ own kernels and cuBLAS's write nothing: their time is in that of the kernel befo
 
 import sys
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
-import check_and_time
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
 import triton
 import triton.language as tl
-from check_and_time import Step, build, in_few_bits, mixers
+from gpu import MODEL, Step, build, in_few_bits, mixers
 from triton.runtime.jit import JITFunction
 
 from leyden.bench.kernels import graph, replay
@@ -109,7 +111,7 @@ def main(steps: list[str]) -> None:
             in_few_bits()
             pairs = [pair for m in mixers("MoE") for pair in (m.experts, m.shared_experts)]
             for weight in (
-                check_and_time.MODEL[0].lm_head,
+                MODEL[0].lm_head,
                 *(w for pair in pairs for w in (pair.up_proj, pair.down_proj)),
             ):
                 arrange(weight)
