@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -14,6 +15,16 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session")
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def draw(device: str):
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(device)
+
+    return made
 
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
