@@ -1,5 +1,6 @@
 """Mamba-2 for rows of few tokens: the step of one token, the check of guesses, and the replay of what was right.
-The step that writes its state only now and then has a kernel of its own, which reads the tokens that wait.
+The step that writes its state only now and then has kernels of its own: one reads states and the tokens that wait
+beside them, one writes the states of rows for which it is time.
 
 A program keeps a part of one head's state in registers and takes it over the tokens of one row. Up to _FUSED_ROWS rows
 of one token are one launch: the program that finishes last in its group of heads also normalises it and moves the
