@@ -15,7 +15,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from torch import Tensor
 
 from leyden.cache.pool import PoolShape
 from leyden.config.model import ModelConfig
@@ -24,6 +23,7 @@ from leyden.engine.memory import Split
 from leyden.model.checkpoint import build
 from leyden.model.nemotron import Nemotron
 from leyden.testing import checkpoints
+from leyden.testing.again import Again
 from leyden.types import Request, SamplingParams
 
 Say = Callable[..., None]
@@ -214,14 +214,6 @@ def times(
 def main() -> None:
     """Everything but the graphs, on the CPU."""
     from leyden.engine import chunk_capture, runner
-
-    class Again:
-        def __init__(self, step: Callable[[], Tensor], memory: Any):
-            self._step = step
-            step()
-
-        def __call__(self) -> None:
-            self._step()
 
     class Runner(runner.Runner):
         def __init__(self, model: Nemotron, pool: Any, *rest: Any):

@@ -33,6 +33,7 @@ from leyden.model.nemotron import Nemotron
 from leyden.spec.drafter import Draft, Drafter, Heads, Pick, Seen
 from leyden.spec.load import load, room
 from leyden.testing import checkpoints, drafters
+from leyden.testing.again import Again
 from leyden.types import Request, SamplingParams
 
 Say = Callable[..., None]
@@ -251,14 +252,6 @@ def main() -> None:
     """Everything but the graphs, on the CPU."""
     from leyden.engine import draft_capture, runner
     from leyden.engine.draft_capture import CapturedDraftGraphs
-
-    class Again:
-        def __init__(self, step: Callable[[], Any], memory: Any):
-            self._step = step
-            step()
-
-        def __call__(self) -> None:
-            self._step()
 
     def check(name: str, value: float, bound: float) -> None:
         print(f"  {'ok  ' if value <= bound else 'FAIL'} {name}: {value:.3g}")

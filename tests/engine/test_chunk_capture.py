@@ -17,22 +17,12 @@ from leyden.engine.engine import Engine
 from leyden.model.nemotron import Nemotron
 from leyden.ops.cpu import program
 from leyden.spec.drafter import Draft, Heads, Pick, Seen
+from leyden.testing.again import Again
 from leyden.types import Request, SamplingParams
 from tests.engine.conftest import engine, oracle, run
 from tests.engine.device import tokens_of
 
 pytestmark = pytest.mark.skipif(not program.available, reason="the references want the lengths of rows on the host")
-
-
-class Again:
-    """What stands for a graph: the step, done again at every call."""
-
-    def __init__(self, step: Callable[[], Tensor], memory: Any):
-        self._step = step
-        step()
-
-    def __call__(self) -> None:
-        self._step()
 
 
 @pytest.fixture(autouse=True)

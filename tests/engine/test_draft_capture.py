@@ -3,13 +3,11 @@
 Where there is no GPU a capture is a step by itself: the trial on the padding slot, and then the step each time.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from leyden.engine import capture, draft_capture
 from leyden.engine.draft_capture import CapturedDraftGraphs
@@ -21,23 +19,13 @@ from leyden.spec.mtp import MTP
 from leyden.spec.ngram import NGram
 from leyden.spec.synthetic import Synthetic
 from leyden.testing import drafters as testing
+from leyden.testing.again import Again
 from leyden.types import Request, SamplingParams
 from tests.engine import drafters
 from tests.engine.conftest import engine, run, tiny
 from tests.engine.device import tokens_of
 from tests.engine.test_draft_graphs import arrivals
 from tests.engine.test_engine import greedy, prompt_of
-
-
-class Again:
-    """What stands for a graph: the step, done again at every call."""
-
-    def __init__(self, step: Callable[[], Tensor], memory: Any):
-        self._step = step
-        step()
-
-    def __call__(self) -> None:
-        self._step()
 
 
 @pytest.fixture(scope="module")

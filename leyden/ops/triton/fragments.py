@@ -29,7 +29,7 @@ _WEIGHTS = tl.constexpr(
 )
 # Numbers of 16 bits that are nowhere must be zeros. Zeroing also ends the life that a register had before, with which a
 # load that may not happen goes on.
-_STREAMED = tl.constexpr(
+_WEIGHTS_OR_ZEROS = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
     " @p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
 )
@@ -68,27 +68,17 @@ _MMA = tl.constexpr(
 
 
 @triton.jit
-def weights(pointer, inside):
-    """The four words at `pointer`, int32* and a multiple of 16 bytes; where not `inside` they mean nothing."""
+def weights(pointer, inside, ZEROS: tl.constexpr):
+    """The four words at `pointer`, int32* and a multiple of 16 bytes, which are read once; where not `inside` they are
+    ZEROS, or mean nothing."""
     if not INTERPRETED:
+        ASM: tl.constexpr = _WEIGHTS_OR_ZEROS if ZEROS else _WEIGHTS
         return tl.inline_asm_elementwise(
-            _WEIGHTS, "=r,=r,=r,=r,l,r", [pointer.to(tl.int64), inside.to(tl.int32)],
+            ASM, "=r,=r,=r,=r,l,r", [pointer.to(tl.int64), inside.to(tl.int32)],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        return _quad(pointer, inside, 0x12345678)
-
-
-@triton.jit
-def streamed(pointer, inside):
-    """The four words at `pointer`, which are read once; where not `inside` they are zeros."""
-    if not INTERPRETED:
-        return tl.inline_asm_elementwise(
-            _STREAMED, "=r,=r,=r,=r,l,r", [pointer.to(tl.int64), inside.to(tl.int32)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        return _quad(pointer, inside, 0)
+        return _quad(pointer, inside, 0 if ZEROS else 0x12345678)
 
 
 @triton.jit

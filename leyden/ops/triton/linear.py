@@ -21,7 +21,7 @@ from torch import Tensor
 
 from leyden.formats import Weight
 from leyden.ops.triton import packed
-from leyden.ops.triton.fragments import mma, streamed, values
+from leyden.ops.triton.fragments import mma, values, weights
 from leyden.ops.triton.grouped import relu_squared
 from leyden.ops.triton.launch import OPTIONS, ahead, arrive, counters, prefetch, release, wait
 
@@ -86,8 +86,8 @@ def _step(band, step, inside):
     others. Two of a row that are next to each other are what mma() takes of 16 columns."""
     first, second = step // 2, step // 2 + 16
     return (
-        streamed(band[0] + first, inside) + streamed(band[0] + second, inside)
-        + streamed(band[1] + first, inside) + streamed(band[1] + second, inside)
+        weights(band[0] + first, inside, True) + weights(band[0] + second, inside, True)
+        + weights(band[1] + first, inside, True) + weights(band[1] + second, inside, True)
     )  # fmt: skip
 
 

@@ -63,11 +63,11 @@ def _tiles(places, step, some, BITS: tl.constexpr, TILES: tl.constexpr):
     words = ()  # type: tuple[object, ...]
     for i in tl.static_range(TILES):
         inside = places[3 * i + 2] & some
-        words = words + weights(places[3 * i] + step * (128 if BITS == 4 else 16), inside)
+        words = words + weights(places[3 * i] + step * (128 if BITS == 4 else 16), inside, False)
         if BITS == 4:  # a scale of zero under codes that mean nothing
             words = words + (tl.load(places[3 * i + 1] + step * 16, mask=inside, other=0),)
         else:
-            words = words + weights(places[3 * i + 1] + step * 16, inside)
+            words = words + weights(places[3 * i + 1] + step * 16, inside, False)
     return words
 
 
